@@ -1,0 +1,12 @@
+# OpenMSA::highway: the system's Highway (Debian: libhwy-dev), found through its CMake package or pkg-config.
+find_package(HWY CONFIG QUIET)
+if(TARGET hwy::hwy)
+  set(_openmsa_hwy hwy::hwy)
+else()
+  find_package(PkgConfig REQUIRED)
+  pkg_check_modules(OPENMSA_HWY REQUIRED IMPORTED_TARGET libhwy)
+  set(_openmsa_hwy PkgConfig::OPENMSA_HWY)
+endif()
+add_library(openmsa_highway INTERFACE)
+target_link_libraries(openmsa_highway INTERFACE ${_openmsa_hwy})
+add_library(OpenMSA::highway ALIAS openmsa_highway)

@@ -1,0 +1,10 @@
+# openmsa_options: warnings and sanitizers, for our own targets only (never exported).
+add_library(openmsa_options INTERFACE)
+target_compile_options(openmsa_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wno-psabi>)
+if(OPENMSA_WERROR)
+  target_compile_options(openmsa_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+endif()
+if(OPENMSA_SANITIZE)
+  add_compile_options(-fsanitize=${OPENMSA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${OPENMSA_SANITIZE})
+endif()

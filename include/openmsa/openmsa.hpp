@@ -1,0 +1,12 @@
+// OpenMSA: MiniMax Sparse Attention. Includes the whole public C++ face.
+#pragma once
+
+#include "openmsa/attention.hpp"
+#include "openmsa/batch.hpp"
+#include "openmsa/config.hpp"
+#include "openmsa/error.hpp"
+#include "openmsa/half.hpp"
+#include "openmsa/indexer.hpp"
+#include "openmsa/info.hpp"
+#include "openmsa/tensor.hpp"
+#include "openmsa/workspace.hpp"

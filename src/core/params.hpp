@@ -1,0 +1,66 @@
+// What a backend gets for each stage once the api layer has checked everything: sizes are consistent, pointers are on the right
+// device, defaults are filled in. Backends report nothing and validate nothing.
+#pragma once
+
+#include "core/arena.hpp"
+#include "core/geometry.hpp"
+#include "openmsa/config.hpp"
+#include "openmsa/tensor.hpp"
+
+namespace openmsa::core {
+
+struct Context {
+  std::int32_t num_threads = 1;  // resolved, at least 1
+  void* stream = nullptr;        // CUDA only
+  Arena* arena = nullptr;        // scratch; counting only while workspace_bytes() asks for a size
+};
+
+struct BlockScoresParams {
+  MsaConfig config;
+  Geometry geo;
+  TensorView q_idx;   // [T, Hkv, Di]
+  KeyBlocks k_idx;    // [S, Di] or [num_pages, Bk, Di]
+  TensorView scores;  // [T, Hkv, num_blocks] f32 (f64 on the reference backend)
+  Context context;
+};
+
+struct SelectBlocksParams {
+  MsaConfig config;
+  Geometry geo;
+  TensorView scores;     // [T, Hkv, num_blocks] f32 (f64 on the reference backend)
+  TensorView block_ids;  // [T, Hkv, k] int32
+  Context context;
+};
+
+struct IndexSelectParams {
+  MsaConfig config;
+  Geometry geo;
+  TensorView q_idx;      // [T, Hkv, Di]
+  KeyBlocks k_idx;       // [S, Di] or [num_pages, Bk, Di]
+  TensorView block_ids;  // [T, Hkv, k] int32
+  Context context;
+};
+
+struct SparseAttentionParams {
+  MsaConfig config;
+  Geometry geo;
+  TensorView q;          // [T, Hq, D]
+  KeyBlocks k, v;        // [S, Hkv, D] or [num_pages, Hkv, Bk, D]
+  TensorView block_ids;  // [T, Hkv, k] int32, checked (or trusted by the caller's word)
+  TensorView out;        // [T, Hq, D]
+  TensorView lse;        // [T, Hq] f32 (f64 on the reference backend), may be absent
+  Context context;
+};
+
+struct DenseAttentionParams {
+  MsaConfig config;
+  Geometry geo;
+  TensorView q;          // [T, Hq, D]
+  KeyBlocks k, v;        // [S, Hkv, D] or [num_pages, Hkv, Bk, D]
+  TensorView out;        // [T, Hq, D]
+  TensorView lse;        // [T, Hq] f32, may be absent
+  TensorView block_max;  // [T, Hq, num_blocks] f32, may be absent
+  Context context;
+};
+
+}  // namespace openmsa::core

@@ -1,0 +1,26 @@
+// The CPU engine's entry points, as listed in the registry. Storage f32, bf16 or f16; arithmetic in fp32; every result is the
+// same for any number of threads and for any split of a prompt into chunks (rows never share an accumulation).
+#pragma once
+
+#include <string>
+
+#include "core/params.hpp"
+
+namespace openmsa::cpu {
+
+void block_scores(const core::BlockScoresParams& params);
+void block_scores_reserve(const core::BlockScoresParams& params);
+void select_blocks(const core::SelectBlocksParams& params);
+void index_select(const core::IndexSelectParams& params);
+void index_select_reserve(const core::IndexSelectParams& params);
+void sparse_attention(const core::SparseAttentionParams& params);
+void sparse_attention_reserve(const core::SparseAttentionParams& params);
+void sparse_decode(const core::SparseAttentionParams& params);
+void sparse_decode_reserve(const core::SparseAttentionParams& params);
+void dense_attention(const core::DenseAttentionParams& params);
+void dense_attention_reserve(const core::DenseAttentionParams& params);
+
+// The SIMD target that run-time dispatch chose on this machine: "AVX3_DL", "AVX2", "NEON", ...
+std::string simd_target();
+
+}  // namespace openmsa::cpu

@@ -1,0 +1,16 @@
+// The oracle: SPEC semantics as plain fp64 loops, one file per stage, meant to be read against docs/numerics.md in ten minutes.
+// Inputs in any storage dtype or float64; results are computed in float64 and rounded once on store.
+#pragma once
+
+#include "core/params.hpp"
+
+namespace openmsa::reference {
+
+void block_scores(const core::BlockScoresParams& params);
+void select_blocks(const core::SelectBlocksParams& params);
+void index_select(const core::IndexSelectParams& params);
+void index_select_reserve(const core::IndexSelectParams& params);
+void sparse_attention(const core::SparseAttentionParams& params);
+void dense_attention(const core::DenseAttentionParams& params);
+
+}  // namespace openmsa::reference
