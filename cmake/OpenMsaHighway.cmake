@@ -1,10 +1,14 @@
 # OpenMSA::highway: the system's Highway (Debian: libhwy-dev), found through its CMake package or pkg-config.
+# Also installed beside OpenMSAConfig.cmake, for consumers of the static library.
+if(TARGET OpenMSA::highway)
+  return()
+endif()
 find_package(HWY CONFIG QUIET)
 if(TARGET hwy::hwy)
   set(_openmsa_hwy hwy::hwy)
 else()
   find_package(PkgConfig REQUIRED)
-  pkg_check_modules(OPENMSA_HWY REQUIRED IMPORTED_TARGET libhwy)
+  pkg_check_modules(OPENMSA_HWY REQUIRED IMPORTED_TARGET GLOBAL libhwy)
   set(_openmsa_hwy PkgConfig::OPENMSA_HWY)
 endif()
 add_library(openmsa_highway INTERFACE)

@@ -5,6 +5,8 @@ if(OPENMSA_WERROR)
   target_compile_options(openmsa_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
 if(OPENMSA_SANITIZE)
-  add_compile_options(-fsanitize=${OPENMSA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  # For the whole build, not through the target: a program of which only a part is instrumented reports false faults.
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${OPENMSA_SANITIZE}> $<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>
+    $<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize-recover=all>)
   add_link_options(-fsanitize=${OPENMSA_SANITIZE})
 endif()
