@@ -1,0 +1,93 @@
+// From checked arguments to a running kernel.
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "api/check.hpp"
+
+namespace openmsa::api {
+
+// The first kernel of the backend that covers the request, or null and why not.
+template <typename Params>
+const core::Kernel<Params>* find_kernel(const std::vector<core::Kernel<Params>>& kernels, Backend backend,
+                                        const core::Request& request, std::string* why_not) {
+  for (const core::Kernel<Params>& kernel : kernels) {
+    if (kernel.backend != backend) continue;
+    const std::string reason = core::why_unsupported(kernel.limits, request);
+    if (reason.empty()) return &kernel;
+    *why_not += (why_not->empty() ? "" : "; ") + reason + " (" + kernel.name + " supports " + core::describe(kernel.limits) + ")";
+  }
+  return nullptr;
+}
+
+[[noreturn]] inline void refuse_unsupported(const char* stage, Backend backend, const std::string& why_not) {
+  std::string text = std::string(stage) + " on the " + backend_name(backend) + " backend: ";
+  text += why_not.empty() ? "there is no kernel for this stage" : why_not;
+  text += ". Change the sizes, or use the reference backend (any size, slow).";
+  throw Error(ErrorCode::kUnsupported, "options.backend", text);
+}
+
+template <typename Params>
+const core::Kernel<Params>& require_kernel(const char* stage, const std::vector<core::Kernel<Params>>& kernels, Backend backend,
+                                           const core::Request& request) {
+  std::string why_not;
+  const core::Kernel<Params>* kernel = find_kernel(kernels, backend, request, &why_not);
+  if (kernel == nullptr) refuse_unsupported(stage, backend, why_not);
+  return *kernel;
+}
+
+// One public call after its checks: params ready to run but for the arena.
+template <typename Params>
+struct Call {
+  Params params;
+  const core::Kernel<Params>* kernel;
+};
+
+// An empty batch has nothing to do and needs no scratch.
+template <typename Params>
+std::size_t scratch_bytes(Call<Params> call) {
+  if (call.kernel->reserve == nullptr || call.params.geo.total_q == 0) return 0;
+  core::Arena counting;
+  call.params.context.arena = &counting;
+  call.kernel->reserve(call.params);
+  return counting.used();
+}
+
+template <typename Params>
+void run(Call<Params> call, const RunOptions& options) {
+  if (call.params.geo.total_q == 0) return;
+  const std::size_t needed = scratch_bytes(call);
+  if (options.workspace != nullptr) {
+    const Workspace& workspace = *options.workspace;
+    if (workspace.device().type != DeviceType::kCpu) {
+      refuse("options.workspace", "is GPU memory, but this call runs on the CPU. Pass host memory, or none.");
+    }
+    if (workspace.bytes() < needed || (workspace.data() == nullptr && needed > 0)) {
+      refuse("options.workspace",
+             "holds " + std::to_string(workspace.bytes()) + " bytes, but this call needs " + std::to_string(needed) +
+                 ". Allocate workspace_bytes(args) bytes.",
+             ErrorCode::kOutOfWorkspace);
+    }
+    core::Arena arena(static_cast<std::byte*>(workspace.data()), workspace.bytes());
+    call.params.context.arena = &arena;
+    call.kernel->run(call.params);
+    return;
+  }
+  Workspace scratch;
+  try {
+    scratch = Workspace(needed);
+  } catch (const std::bad_alloc&) {
+    refuse("options.workspace",
+           "is not given, and " + std::to_string(needed) +
+               " bytes of scratch could not be allocated. Use smaller shapes or fewer threads.",
+           ErrorCode::kOutOfWorkspace);
+  }
+  core::Arena arena(static_cast<std::byte*>(scratch.data()), scratch.bytes());
+  call.params.context.arena = &arena;
+  call.kernel->run(call.params);
+}
+
+}  // namespace openmsa::api
