@@ -1,0 +1,186 @@
+// The C++ face as openmsa._core. Private: the Python package allocates outputs, fills in defaults and calls these functions,
+// which build the args structs, release the GIL and run.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "openmsa/openmsa.hpp"
+#include "views.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace openmsa::python {
+namespace {
+
+// The integer fields of MsaConfig in declaration order: num_q_heads .. num_local_blocks.
+using ConfigSizes = std::array<std::int32_t, 8>;
+
+MsaConfig config_of(const ConfigSizes& sizes, std::optional<double> softmax_scale, std::optional<double> index_scale = {}) {
+  return {.num_q_heads = sizes[0], .num_kv_heads = sizes[1], .head_dim = sizes[2], .index_dim = sizes[3], .block_size = sizes[4],
+          .top_k = sizes[5], .num_init_blocks = sizes[6], .num_local_blocks = sizes[7], .softmax_scale = softmax_scale,
+          .index_scale = index_scale};
+}
+
+Backend backend_of(std::string_view name) {
+  for (const Backend backend : {Backend::kAuto, Backend::kReference, Backend::kCpu, Backend::kCuda}) {
+    if (name == backend_name(backend)) return backend;
+  }
+  throw Error(ErrorCode::kInvalidArgument, "backend",
+              "backend is '" + std::string(name) + "'; known are 'auto', 'reference', 'cpu' and 'cuda'.");
+}
+
+// The tail that every operator takes, in this order, after its tensors.
+#define OPENMSA_CALL_PARAMETERS                                                                                             \
+  nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqlens_k, nb::handle page_table, nb::handle q_start,        \
+      std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, const ConfigSizes &sizes, std::optional<double> softmax_scale,  \
+      std::string_view backend, std::int32_t num_threads, bool trust_indices
+#define OPENMSA_CALL_NAMES                                                                                          \
+  nb::arg("cu_seqlens_q"), nb::arg("cu_seqlens_k").none(), nb::arg("seqlens_k").none(), nb::arg("page_table").none(), \
+      nb::arg("q_start").none(), nb::arg("max_seqlen_q"), nb::arg("max_seqlen_k"), nb::arg("sizes"),                  \
+      nb::arg("softmax_scale").none(), nb::arg("backend"), nb::arg("num_threads"), nb::arg("trust_indices")
+// Fills the fields that all args structs share.
+#define OPENMSA_FILL_COMMON(args)                                                                              \
+  (args).config = config_of(sizes, softmax_scale);                                                             \
+  (args).batch = batch_of(cu_seqlens_q, cu_seqlens_k, seqlens_k, page_table, q_start, max_seqlen_q, max_seqlen_k); \
+  (args).options.backend = backend_of(backend);                                                                \
+  (args).options.num_threads = num_threads;                                                                    \
+  (args).options.trust_indices = trust_indices
+
+Batch batch_of(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqlens_k, nb::handle page_table, nb::handle q_start,
+               std::int64_t max_seqlen_q, std::int64_t max_seqlen_k) {
+  return {.cu_seqlens_q = view_of(cu_seqlens_q, "batch.cu_seqlens_q"),
+          .cu_seqlens_k = optional_view_of(cu_seqlens_k, "batch.cu_seqlens_k"),
+          .seqlens_k = optional_view_of(seqlens_k, "batch.seqlens_k"),
+          .page_table = optional_view_of(page_table, "batch.page_table"),
+          .q_start = optional_view_of(q_start, "batch.q_start"),
+          .max_seqlen_q = max_seqlen_q,
+          .max_seqlen_k = max_seqlen_k};
+}
+
+void py_block_scores(nb::handle q_idx, nb::handle k_idx, nb::handle scores, OPENMSA_CALL_PARAMETERS) {
+  BlockScoresArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.q_idx = view_of(q_idx, "q_idx");
+  args.k_idx = view_of(k_idx, "k_idx");
+  args.scores = view_of(scores, "scores");
+  const nb::gil_scoped_release release;
+  block_scores(args);
+}
+
+void py_select_blocks(nb::handle scores, nb::handle block_ids, OPENMSA_CALL_PARAMETERS) {
+  SelectBlocksArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.scores = view_of(scores, "scores");
+  args.block_ids = view_of(block_ids, "block_ids");
+  const nb::gil_scoped_release release;
+  select_blocks(args);
+}
+
+void py_index_select(nb::handle q_idx, nb::handle k_idx, nb::handle block_ids, OPENMSA_CALL_PARAMETERS) {
+  IndexSelectArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.q_idx = view_of(q_idx, "q_idx");
+  args.k_idx = view_of(k_idx, "k_idx");
+  args.block_ids = view_of(block_ids, "block_ids");
+  const nb::gil_scoped_release release;
+  index_select(args);
+}
+
+void py_sparse_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle block_ids, nb::handle out, nb::handle lse,
+                         bool decode, OPENMSA_CALL_PARAMETERS) {
+  SparseAttentionArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.q = view_of(q, "q");
+  args.k = view_of(k, "k");
+  args.v = view_of(v, "v");
+  args.block_ids = view_of(block_ids, "block_ids");
+  args.out = view_of(out, "out");
+  args.lse = optional_view_of(lse, "lse");
+  const nb::gil_scoped_release release;
+  decode ? sparse_decode(args) : sparse_attention(args);
+}
+
+void py_dense_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle block_max,
+                        OPENMSA_CALL_PARAMETERS) {
+  DenseAttentionArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.q = view_of(q, "q");
+  args.k = view_of(k, "k");
+  args.v = view_of(v, "v");
+  args.out = view_of(out, "out");
+  args.lse = optional_view_of(lse, "lse");
+  args.block_max = optional_view_of(block_max, "block_max");
+  const nb::gil_scoped_release release;
+  dense_attention(args);
+}
+
+nb::list py_list_backends() {
+  nb::list rows;
+  for (const BackendInfo& info : list_backends()) {
+    rows.append(nb::make_tuple(backend_name(info.backend), info.compiled, info.available, info.detail));
+  }
+  return rows;
+}
+
+nb::list py_list_kernels() {
+  nb::list rows;
+  for (const KernelInfo& info : list_kernels()) {
+    rows.append(nb::make_tuple(info.stage, backend_name(info.backend), info.name, info.supports));
+  }
+  return rows;
+}
+
+// openmsa::Error becomes the exception class of openmsa.errors that stands for its code.
+void translate_error(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const char* class_name = "Error";
+    switch (error.code()) {
+      case ErrorCode::kInvalidArgument: class_name = "InvalidArgumentError"; break;
+      case ErrorCode::kUnsupported: class_name = "UnsupportedError"; break;
+      case ErrorCode::kOutOfWorkspace: class_name = "OutOfWorkspaceError"; break;
+      case ErrorCode::kDevice: class_name = "DeviceError"; break;
+    }
+    try {
+      const nb::object type = nb::module_::import_("openmsa.errors").attr(class_name);
+      PyErr_SetObject(type.ptr(), type(error.what(), error.argument()).ptr());
+    } catch (nb::python_error& failure) {
+      failure.restore();
+    }
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_core, module) {
+  nb::register_exception_translator(translate_error);
+
+  module.def("version", &version);
+  module.def("list_backends", &py_list_backends, "Tuples (backend, compiled, available, detail).");
+  module.def("list_kernels", &py_list_kernels, "Tuples (stage, backend, name, supports).");
+  module.def(
+      "validate_config",
+      [](const ConfigSizes& sizes, std::optional<double> softmax_scale, std::optional<double> index_scale) {
+        config_of(sizes, softmax_scale, index_scale).validate();
+      },
+      "sizes"_a, "softmax_scale"_a.none(), "index_scale"_a.none(), "MsaConfig::validate(); raises on the first rule broken.");
+
+  module.def("block_scores", &py_block_scores, "q_idx"_a, "k_idx"_a, "scores"_a, OPENMSA_CALL_NAMES, "Writes scores.");
+  module.def("select_blocks", &py_select_blocks, "scores"_a, "block_ids"_a, OPENMSA_CALL_NAMES, "Writes block_ids.");
+  module.def("index_select", &py_index_select, "q_idx"_a, "k_idx"_a, "block_ids"_a, OPENMSA_CALL_NAMES, "Writes block_ids.");
+  module.def("sparse_attention", &py_sparse_attention, "q"_a, "k"_a, "v"_a, "block_ids"_a, "out"_a, "lse"_a.none(), "decode"_a,
+             OPENMSA_CALL_NAMES, "Writes out and lse; with decode, by the path for few query tokens.");
+  module.def("dense_attention", &py_dense_attention, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(), "block_max"_a.none(),
+             OPENMSA_CALL_NAMES, "Writes out, lse and block_max.");
+}
+
+}  // namespace openmsa::python

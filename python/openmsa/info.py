@@ -1,0 +1,36 @@
+"""What this build can do on this machine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from . import _core
+
+
+class BackendInfo(NamedTuple):
+    backend: str
+    """"reference", "cpu" or "cuda"."""
+    compiled: bool
+    """Part of this build."""
+    available: bool
+    """Usable on this machine now."""
+    detail: str
+    """SIMD target and threads, GPU name, or the reason why it is not available."""
+
+
+class KernelInfo(NamedTuple):
+    stage: str
+    """The operator: "block_scores", "sparse_decode", ..."""
+    backend: str
+    name: str
+    supports: str
+    """The dtypes and sizes it takes, in words."""
+
+
+def list_backends() -> list[BackendInfo]:
+    return [BackendInfo(*row) for row in _core.list_backends()]
+
+
+def list_kernels() -> list[KernelInfo]:
+    """The kernel registry, one row per kernel and operator."""
+    return [KernelInfo(*row) for row in _core.list_kernels()]

@@ -1,0 +1,67 @@
+"""One function per operator: allocate the outputs, call the extension. Shared by the PyTorch operators and the NumPy path.
+
+``empty(like, shape, dtype)`` makes an uninitialised array of the caller's kind; dtype None means that of ``like``, else a name.
+``call`` is the tail every extension function takes: cu_seqlens_q, cu_seqlens_k, seqlens_k, page_table, q_start, max_seqlen_q,
+max_seqlen_k, sizes, softmax_scale, backend, num_threads, trust_indices. ``sizes`` are MsaConfig's integers in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from . import _core
+
+Empty = Callable[..., Any]
+
+# Positions inside `call` and inside `sizes`.
+MAX_SEQLEN_K, SIZES = 6, 7
+NUM_KV_HEADS, BLOCK_SIZE, TOP_K = 1, 4, 5
+
+
+def num_blocks(call: tuple) -> Any:
+    """Columns of a score tensor: what the longest sequence needs, so that memory follows live lengths and not a model's limit."""
+    block_size = max(call[SIZES][BLOCK_SIZE], 1)
+    return (call[MAX_SEQLEN_K] + block_size - 1) // block_size
+
+
+def accumulator(like: Any) -> str:
+    """lse and scores are float32, or float64 from float64 input (the reference backend)."""
+    return "float64" if str(like.dtype).endswith("float64") else "float32"
+
+
+def list_shape(like: Any, call: tuple) -> tuple:
+    return (like.shape[0] if len(like.shape) else 0, call[SIZES][NUM_KV_HEADS])
+
+
+def block_scores(empty: Empty, q_idx: Any, k_idx: Any, *call: Any) -> Any:
+    scores = empty(q_idx, (*list_shape(q_idx, call), num_blocks(call)), accumulator(q_idx))
+    _core.block_scores(q_idx, k_idx, scores, *call)
+    return scores
+
+
+def select_blocks(empty: Empty, scores: Any, *call: Any) -> Any:
+    block_ids = empty(scores, (*list_shape(scores, call), call[SIZES][TOP_K]), "int32")
+    _core.select_blocks(scores, block_ids, *call)
+    return block_ids
+
+
+def index_select(empty: Empty, q_idx: Any, k_idx: Any, *call: Any) -> Any:
+    block_ids = empty(q_idx, (*list_shape(q_idx, call), call[SIZES][TOP_K]), "int32")
+    _core.index_select(q_idx, k_idx, block_ids, *call)
+    return block_ids
+
+
+def sparse_attention(empty: Empty, q: Any, k: Any, v: Any, block_ids: Any, *call: Any, decode: bool = False) -> tuple[Any, Any]:
+    out = empty(q, q.shape, None)
+    lse = empty(q, q.shape[:2], accumulator(q))
+    _core.sparse_attention(q, k, v, block_ids, out, lse, decode, *call)
+    return out, lse
+
+
+def dense_attention(empty: Empty, q: Any, k: Any, v: Any, with_block_max: bool, *call: Any) -> tuple[Any, Any, Any]:
+    out = empty(q, q.shape, None)
+    lse = empty(q, q.shape[:2], accumulator(q))
+    # An operator's outputs cannot be optional, so an unwanted one is empty.
+    block_max = empty(q, (*q.shape[:2], num_blocks(call)) if with_block_max else (0,), accumulator(q))
+    _core.dense_attention(q, k, v, out, lse, block_max if with_block_max else None, *call)
+    return out, lse, block_max
