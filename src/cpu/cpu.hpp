@@ -23,4 +23,7 @@ void dense_attention_reserve(const core::DenseAttentionParams& params);
 // The SIMD target that run-time dispatch chose on this machine: "AVX3_DL", "AVX2", "NEON", ...
 std::string simd_target();
 
+// Keeps run-time dispatch at "avx2", or sets it free again with "best". For benchmarks and tests; not while a call is running.
+void limit_simd_target(const std::string& name);
+
 }  // namespace openmsa::cpu
