@@ -4,7 +4,8 @@
 namespace openmsa::cuda {
 
 DeviceStatus device_status() {
-  return {.compiled = false, .available = false, .detail = "built without CUDA; configure with -DOPENMSA_CUDA=ON and nvcc on the PATH"};
+  return {
+      .compiled = false, .available = false, .detail = "built without CUDA; configure with -DOPENMSA_CUDA=ON and nvcc on the PATH"};
 }
 
 }  // namespace openmsa::cuda
