@@ -22,8 +22,8 @@ void expect(bool holds, const std::string& what) {
 
 int main() {
   using openmsa::make_view;
-  const openmsa::MsaConfig config{.num_q_heads = kNumQHeads, .num_kv_heads = 1, .head_dim = kDim, .index_dim = kDim,
-                                  .block_size = kBlockSize, .top_k = kTopK};
+  const openmsa::MsaConfig config{
+      .num_q_heads = kNumQHeads, .num_kv_heads = 1, .head_dim = kDim, .index_dim = kDim, .block_size = kBlockSize, .top_k = kTopK};
   const std::vector<std::int32_t> cu_seqlens{0, kTokens};
   openmsa::Batch batch;
   batch.cu_seqlens_q = make_view(cu_seqlens.data(), {2});
