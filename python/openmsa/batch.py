@@ -19,13 +19,6 @@ def _is_torch(value: Any) -> bool:
     return hasattr(value, "data_ptr")
 
 
-def _from_list(name: str, values: Sequence[Any]) -> np.ndarray:
-    try:
-        return np.array(values, dtype=np.int32)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"batch.{name} is not a list of 32-bit integers: {error}.", f"batch.{name}") from None
-
-
 def _host_max(values: Any, *, cumulative: bool) -> int:
     """The longest length in seqlens or cu_seqlens; 0 for anything malformed, which the operators then refuse with a full text."""
     host = values.detach().cpu().numpy() if _is_torch(values) else np.asarray(values)
@@ -73,7 +66,7 @@ class Batch:
         self.q_start = q_start
         for name in _FIELDS:
             if isinstance(getattr(self, name), (list, tuple)):
-                setattr(self, name, self._like_the_others(_from_list(name, getattr(self, name))))
+                setattr(self, name, self._from_list(name))
         if max_seqlen_q is None:
             max_seqlen_q = _host_max(self.cu_seqlens_q, cumulative=True)
         if max_seqlen_k is None:
@@ -82,15 +75,19 @@ class Batch:
         self.max_seqlen_q = max_seqlen_q
         self.max_seqlen_k = max_seqlen_k
 
-    def _like_the_others(self, array: np.ndarray) -> Any:
-        """A list becomes a tensor if any field is one, else an array unless PyTorch is in use in this process."""
-        given = [getattr(self, name) for name in _FIELDS if not isinstance(getattr(self, name), (list, tuple, type(None)))]
+    def _from_list(self, name: str) -> Any:
+        """A list becomes a tensor if any other field is one, else an array unless PyTorch is in use in this process."""
+        values = getattr(self, name)
+        given = [getattr(self, field) for field in _FIELDS if not isinstance(getattr(self, field), (list, tuple, type(None)))]
         tensors = [field for field in given if _is_torch(field)]
-        if tensors or (not given and "torch" in sys.modules):
-            import torch
+        try:
+            if tensors or (not given and "torch" in sys.modules):
+                import torch
 
-            return torch.from_numpy(array).to(tensors[0].device if tensors else "cpu")
-        return array
+                return torch.tensor(values, dtype=torch.int32, device=tensors[0].device if tensors else None)
+            return np.array(values, dtype=np.int32)
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"batch.{name} is not a list of 32-bit integers: {error}.", f"batch.{name}") from None
 
     @classmethod
     def packed(
@@ -116,8 +113,8 @@ class Batch:
             cu_seqlens_q=_cumulative(seqlens_q),
             cu_seqlens_k=_cumulative(seqlens_k),
             q_start=None if q_start is None else list(q_start),
-            max_seqlen_q=max(seqlens_q, default=0),
-            max_seqlen_k=max(seqlens_k, default=0),
+            max_seqlen_q=max([0, *seqlens_q]),
+            max_seqlen_k=max([0, *seqlens_k]),
         )
         return batch if device is None else batch.to(device)
 

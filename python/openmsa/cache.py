@@ -1,0 +1,295 @@
+"""PagedKvCache: keys, values and index keys of many sequences in one pool of pages. Needs PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Hashable, Sequence
+
+import numpy as np
+import torch
+
+from .batch import Batch
+from .config import MsaConfig
+from .errors import InvalidArgumentError, OutOfPagesError
+
+
+@dataclasses.dataclass(eq=False)
+class _Sequence:
+    pages: np.ndarray  # int32; the first ceil(length / block_size) entries are in use
+    length: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CacheStep:
+    """One step of a model over some sequences: made once by :meth:`PagedKvCache.extend`, used by every layer."""
+
+    cache: "PagedKvCache"
+    seqs: tuple[Hashable, ...]
+    batch: Batch
+    """Where the step's queries stand and where their keys lie."""
+    page: torch.Tensor
+    """int64 [T]: the page of each new token."""
+    offset: torch.Tensor
+    """int64 [T]: its place in that page."""
+    positions: torch.Tensor
+    """int64 [T]: its position in its sequence."""
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor, layer: int = 0) -> None:
+        """Stores the step's keys and values [T, Hkv, D] and index keys [T, Di] of one layer."""
+        self.cache._check_rows(layer, self.page.shape[0], k, v, k_idx)
+        self.cache._store(layer, self.page, self.offset, k, v, k_idx)
+
+    def keys(self, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The layer's pages (k, v, k_idx), as the operators take them together with ``batch``."""
+        return self.cache.k[layer], self.cache.v[layer], self.cache.k_idx[layer]
+
+
+class PagedKvCache:
+    """A fixed pool of pages, each holding ``block_size`` tokens of keys, values and index keys for every layer.
+
+    Sequences are named by any hashable value. Index keys live in the same pages as keys and values and share their fate: no
+    operation moves, copies or drops one without the other.
+
+    >>> cache = PagedKvCache(config, num_pages=1024, num_layers=60, dtype=torch.bfloat16)
+    >>> step = cache.extend(["chat 1", "chat 2"], [1, 700])      # room for 1 and 700 new tokens; once per model step
+    >>> for layer in range(60):
+    ...     step.write(k, v, k_idx, layer)                       # [701, Hkv, D] twice, [701, Di]
+    ...     out = openmsa.msa_attention(q, *step.keys(layer)[:2], q_idx, step.keys(layer)[2], step.batch, config)
+
+    :ivar k: [num_layers, num_pages, Hkv, Bk, D]; v alike
+    :ivar k_idx: [num_layers, num_pages, Bk, Di]
+    """
+
+    def __init__(
+        self, config: MsaConfig, num_pages: int, *, num_layers: int = 1, dtype: torch.dtype | None = None, device: Any = "cpu"
+    ) -> None:
+        if config.index_dim < 1:
+            raise InvalidArgumentError("config.index_dim is 0; a cache holds index keys. Set it to their width.", "config.index_dim")
+        if num_pages < 1 or num_layers < 1:
+            raise InvalidArgumentError(f"num_pages is {num_pages} and num_layers is {num_layers}; both must be at least 1.", "num_pages")
+        self.config = config
+        self.num_pages = num_pages
+        self.num_layers = num_layers
+        # Left uninitialised: the operators never read a slot that no token was written to.
+        shape = (num_layers, num_pages, config.num_kv_heads, config.block_size, config.head_dim)
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.k_idx = torch.empty((num_layers, num_pages, config.block_size, config.index_dim), dtype=dtype, device=device)
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._num_users = np.zeros(num_pages, dtype=np.int32)  # sequences that a page belongs to; copies share pages
+        self._seqs: dict[Hashable, _Sequence] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def seqs(self) -> tuple[Hashable, ...]:
+        """The sequences held."""
+        return tuple(self._seqs)
+
+    def __contains__(self, seq: Hashable) -> bool:
+        return seq in self._seqs
+
+    def seqlen(self, seq: Hashable) -> int:
+        """Tokens held of a sequence; 0 for one that is not held."""
+        held = self._seqs.get(seq)
+        return held.length if held else 0
+
+    def extend(self, seqs: Sequence[Hashable], seqlens: Sequence[int]) -> CacheStep:
+        """Makes room for ``seqlens[i]`` new tokens at the end of sequence ``seqs[i]``; new names start new sequences.
+
+        Every layer's keys must then be written (:meth:`CacheStep.write`) before attention reads them. Raises OutOfPagesError, and
+        changes nothing, if the pool is too small.
+        """
+        seqs, seqlens = tuple(seqs), [int(n) for n in seqlens]
+        if len(seqs) != len(seqlens) or len(set(seqs)) != len(seqs) or min(seqlens, default=0) < 0:
+            raise InvalidArgumentError(
+                f"seqlens is {seqlens} for seqs {list(seqs)}; give each sequence once, with one length of at least 0.", "seqlens"
+            )
+        self._require_pages(seqs, seqlens)
+        parts = [self._grow(seq, n) for seq, n in zip(seqs, seqlens)]
+        page, offset, positions = (self._tensor([part[i] for part in parts]) for i in range(3))
+        return CacheStep(cache=self, seqs=seqs, batch=self.batch(seqs, seqlens), page=page, offset=offset, positions=positions)
+
+    def append(self, seq: Hashable, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor) -> None:
+        """Adds tokens to the end of one sequence of a cache with a single layer; with more layers use :meth:`extend`.
+
+        :param k: [n, Hkv, D]; v alike
+        :param k_idx: [n, Di]
+        """
+        if self.num_layers != 1:
+            raise InvalidArgumentError(
+                f"append() serves caches with one layer, this one has {self.num_layers}. Call extend(), then write() per layer.", "seq"
+            )
+        self._check_rows(0, k.shape[0] if k.ndim else 0, k, v, k_idx)
+        self.extend([seq], [k.shape[0]]).write(k, v, k_idx)
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor, layer: int = 0) -> None:
+        """Stores one row per slot (page * block_size + offset). A slot of -1 marks a padding row, which is skipped."""
+        if slots.dtype != torch.int64 or slots.ndim != 1:
+            raise InvalidArgumentError(f"slots is {slots.dtype} {list(slots.shape)}; it must be int64 [n].", "slots")
+        self._check_rows(layer, slots.shape[0], k, v, k_idx)
+        if slots.shape[0] == 0:
+            return
+        block_size = self.config.block_size
+        low, high = (int(x) for x in torch.aminmax(slots))
+        if low < -1 or high >= self.num_pages * block_size:
+            raise InvalidArgumentError(
+                f"slots holds {low if low < -1 else high}; a slot is -1 (skip) or 0 to {self.num_pages * block_size - 1}.", "slots"
+            )
+        if low < 0:
+            keep = slots >= 0
+            slots, k, v, k_idx = slots[keep], k[keep], v[keep], k_idx[keep]
+        self._store(layer, slots // block_size, slots % block_size, k, v, k_idx)
+
+    def _store(
+        self, layer: int, page: torch.Tensor, offset: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor
+    ) -> None:
+        self.k[layer].transpose(1, 2)[page, offset] = k
+        self.v[layer].transpose(1, 2)[page, offset] = v
+        self.k_idx[layer][page, offset] = k_idx
+
+    def batch(self, seqs: Sequence[Hashable], seqlens_q: Sequence[int] | None = None) -> Batch:
+        """The Batch of a step whose queries are the last ``seqlens_q[i]`` tokens of each sequence; by default one each (decode)."""
+        held = [self._get(seq) for seq in seqs]
+        seqlens_q = [1] * len(held) if seqlens_q is None else list(seqlens_q)
+        if len(seqlens_q) != len(held):
+            raise InvalidArgumentError(f"seqlens_q has {len(seqlens_q)} lengths for {len(held)} sequences; give one each.", "seqlens_q")
+        lengths = [sequence.length for sequence in held]
+        max_seqlen_k = max(lengths, default=0)
+        page_table = np.full((len(held), max(self.config.num_blocks(max_seqlen_k), 1)), -1, dtype=np.int32)
+        for row, sequence in zip(page_table, held):
+            num_pages = self.config.num_blocks(sequence.length)
+            row[:num_pages] = sequence.pages[:num_pages]
+        fields = {
+            "cu_seqlens_q": np.concatenate(([0], np.cumsum(seqlens_q))).astype(np.int32),
+            "seqlens_k": np.array(lengths, dtype=np.int32),
+            "page_table": page_table,
+        }
+        return Batch(
+            **{name: torch.from_numpy(value).to(self.device) for name, value in fields.items()},
+            max_seqlen_q=max(seqlens_q, default=0),
+            max_seqlen_k=max_seqlen_k,
+        )
+
+    def copy(self, seq: Hashable, new_seq: Hashable) -> None:
+        """Starts ``new_seq`` with everything that ``seq`` holds. Pages are shared until one of the two writes to them."""
+        source = self._get(seq)
+        if new_seq in self._seqs:
+            raise InvalidArgumentError(f"new_seq {new_seq!r} is held already; free() it first.", "new_seq")
+        self._num_users[source.pages[: self.config.num_blocks(source.length)]] += 1
+        self._seqs[new_seq] = _Sequence(source.pages.copy(), source.length)
+
+    def crop(self, seq: Hashable, seqlen: int) -> None:
+        """Forgets all but the first ``seqlen`` tokens, for instance the rejected ones of a speculative step."""
+        sequence = self._get(seq)
+        if not 0 <= seqlen <= sequence.length:
+            raise InvalidArgumentError(f"seqlen is {seqlen}; {seq!r} holds {sequence.length} tokens, crop to 0 .. that.", "seqlen")
+        kept, held = self.config.num_blocks(seqlen), self.config.num_blocks(sequence.length)
+        self._release(sequence.pages[kept:held])
+        sequence.length = seqlen
+
+    def free(self, seq: Hashable) -> None:
+        """Forgets a sequence; pages that no copy shares return to the pool."""
+        self.crop(seq, 0)
+        del self._seqs[seq]
+
+    def gather(self, seq: Hashable, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A packed copy of what is held of a sequence: k and v [n, Hkv, D], k_idx [n, Di]."""
+        sequence = self._get(seq)
+        num_pages = self.config.num_blocks(sequence.length)
+        pages = torch.from_numpy(sequence.pages[:num_pages].astype(np.int64)).to(self.device)
+        k, v = (pool[layer][pages].transpose(1, 2).flatten(0, 1)[: sequence.length] for pool in (self.k, self.v))
+        return k, v, self.k_idx[layer][pages].flatten(0, 1)[: sequence.length]
+
+    def __repr__(self) -> str:
+        used = self.num_pages - self.num_free_pages
+        return f"PagedKvCache({len(self._seqs)} sequences, {used} of {self.num_pages} pages in use, {self.num_layers} layers, {self.dtype})"
+
+    def _get(self, seq: Hashable) -> _Sequence:
+        try:
+            return self._seqs[seq]
+        except KeyError:
+            raise InvalidArgumentError(f"seq {seq!r} is not held by this cache.", "seq") from None
+
+    def _tensor(self, parts: list[np.ndarray]) -> torch.Tensor:
+        joined = np.concatenate(parts) if parts else np.empty(0)
+        return torch.from_numpy(joined.astype(np.int64, copy=False)).to(self.device)
+
+    def _shared_tail(self, sequence: _Sequence, num_leaving: int = 0) -> int | None:
+        """The last page, if it has room but belongs to another sequence too: it must be copied before it is written."""
+        if sequence.length % self.config.block_size == 0:
+            return None
+        page = int(sequence.pages[sequence.length // self.config.block_size])
+        return page if self._num_users[page] - num_leaving > 1 else None
+
+    def _require_pages(self, seqs: tuple[Hashable, ...], seqlens: list[int]) -> None:
+        num_needed = 0
+        num_leaving: dict[int, int] = {}  # copies of a shared tail page made earlier in this step
+        for seq, n in zip(seqs, seqlens):
+            length = self.seqlen(seq)
+            num_needed += self.config.num_blocks(length + n) - self.config.num_blocks(length)
+            sequence = self._seqs.get(seq)
+            if n == 0 or sequence is None or length % self.config.block_size == 0:
+                continue
+            tail = int(sequence.pages[length // self.config.block_size])
+            if self._shared_tail(sequence, num_leaving.get(tail, 0)) is not None:
+                num_needed += 1
+                num_leaving[tail] = num_leaving.get(tail, 0) + 1
+        if num_needed > len(self._free):
+            raise OutOfPagesError(
+                f"num_pages is {self.num_pages}: the step needs {num_needed} more pages of {self.config.block_size} tokens, "
+                f"{len(self._free)} are free. Free or crop sequences, or make a larger cache.",
+                "num_pages",
+            )
+
+    def _grow(self, seq: Hashable, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Allocates pages for n more tokens and returns their (page, offset, position). The pool has been checked to suffice."""
+        block_size = self.config.block_size
+        sequence = self._seqs.setdefault(seq, _Sequence(np.empty(0, dtype=np.int32)))
+        if n > 0 and (tail := self._shared_tail(sequence)) is not None:
+            own = self._take()
+            for pool in (self.k, self.v, self.k_idx):
+                pool[:, own] = pool[:, tail]
+            self._num_users[tail] -= 1
+            sequence.pages[sequence.length // block_size] = own
+        first, last = self.config.num_blocks(sequence.length), self.config.num_blocks(sequence.length + n)
+        if last > len(sequence.pages):
+            grown = np.empty(max(last, 2 * len(sequence.pages)), dtype=np.int32)
+            grown[:first] = sequence.pages[:first]
+            sequence.pages = grown
+        for i in range(first, last):
+            sequence.pages[i] = self._take()
+        positions = np.arange(sequence.length, sequence.length + n)
+        sequence.length += n
+        return sequence.pages[positions // block_size], positions % block_size, positions
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._num_users[page] = 1
+        return page
+
+    def _release(self, pages: np.ndarray) -> None:
+        for page in pages[::-1].tolist():  # the pool is a stack: the sequence's first page is the next to be used again
+            self._num_users[page] -= 1
+            if self._num_users[page] == 0:
+                self._free.append(page)
+
+    def _check_rows(self, layer: int, num_rows: int, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise InvalidArgumentError(f"layer is {layer}; this cache has layers 0 to {self.num_layers - 1}.", "layer")
+        heads = (num_rows, self.config.num_kv_heads, self.config.head_dim)
+        for name, tensor, shape in (("k", k, heads), ("v", v, heads), ("k_idx", k_idx, (num_rows, self.config.index_dim))):
+            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
+                raise InvalidArgumentError(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}; this cache takes {self.dtype} {list(shape)}.", name
+                )
