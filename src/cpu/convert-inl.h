@@ -38,7 +38,7 @@ HWY_INLINE hn::Vec<D> load_f32(D d, const std::byte* row, std::size_t i) {
 // bf16 and f16 bits in the low halves of 32-bit lanes, as openmsa/half.hpp defines the conversions (nearest even, NaN kept quiet).
 // Highway 1.0.3 truncates on bf16, and on f16 where the processor has no instruction for it.
 template <class D>
-HWY_INLINE auto bf16_bits(D d, hn::Vec<D> v) {
+HWY_INLINE auto bf16_bits(D /*d*/, hn::Vec<D> v) {
   const hn::Rebind<std::uint32_t, D> du;
   const auto u = hn::BitCast(du, v);
   const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));

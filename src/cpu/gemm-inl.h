@@ -39,7 +39,7 @@ inline constexpr int kKeys = 4;
 inline constexpr int kPvVecs = 2;
 #endif
 inline constexpr int kQkVecs = 3;
-inline constexpr int kRows = 6;
+inline constexpr int kRows = kLanes == 1 ? 3 : 6;
 inline constexpr std::size_t kPanelRows = kQkVecs * kLanes;  // rows per QK tile
 
 static_assert(kPanelRows <= kMaxPanelRows && kMaxLanes % kLanes == 0);
