@@ -5,6 +5,7 @@
 // best score (r groups have a member that good). Pass 2 looks at the few scores that reach the bound, and inserts them into a
 // sorted list whose last entry soon raises it. Rows that rise towards the end, the worst case of a plain running threshold, cost
 // no more than others.
+#include "cpu/targets.hpp"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/select.cpp"
 #include "hwy/foreach_target.h"

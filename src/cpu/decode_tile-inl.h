@@ -1,0 +1,145 @@
+// What the two memory-bound kernels (score_decode, decode) share: a tile of keys turned so that lanes are keys, and a register-
+// blocked product of a few fp32 rows with such a tile. Compiled once per SIMD target; see targets.hpp.
+#if defined(OPENMSA_CPU_DECODE_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef OPENMSA_CPU_DECODE_TILE_INL_H_
+#undef OPENMSA_CPU_DECODE_TILE_INL_H_
+#else
+#define OPENMSA_CPU_DECODE_TILE_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/gemm-inl.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace openmsa::cpu {
+namespace HWY_NAMESPACE {
+
+// Keys per tile: 128 dims of 32 keys are 16 KB of fp32, so the tile stays in L1. Blocks hold a multiple of 16 keys.
+inline constexpr std::int64_t kTileKeys = 32;
+inline constexpr auto kTileLanes = static_cast<std::int64_t>(kLanes);
+static_assert(kTileKeys % kTileLanes == 0);
+
+#if HWY_TARGET != HWY_SCALAR
+// 16 bytes at `offset` of every fourth key row, one row per 128-bit part of the vector.
+template <class DU>
+HWY_INLINE hn::Vec<DU> load_key_parts(DU du, const std::byte* const* rows, std::size_t offset) {
+  if constexpr (hn::MaxLanes(DU()) == 4) {
+    return hn::LoadU(du, reinterpret_cast<const std::uint32_t*>(rows[0] + offset));
+  } else {
+    const hn::Half<DU> half;
+    return hn::Combine(du, load_key_parts(half, rows + hn::MaxLanes(half), offset), load_key_parts(half, rows, offset));
+  }
+}
+
+// pack_rows for bf16, two dims travelling in one 32-bit word: 2 shuffles per vector of the pack instead of 13. A bf16 is the upper
+// half of its fp32, so a shift and a mask finish the conversion.
+HWY_INLINE void pack_bf16_rows(const std::byte* const* rows, std::int64_t dim, float* HWY_RESTRICT out) {
+  const hn::Rebind<std::uint32_t, Floats> du;
+  const hn::Repartition<std::uint64_t, Floats> du64;
+  const auto upper = hn::Set(du, 0xffff0000u);
+  const auto store_pair = [&](hn::Vec<decltype(du64)> words, std::int64_t d) {
+    const auto v = hn::BitCast(du, words);
+    hn::Store(hn::BitCast(kFloats, hn::ShiftLeft<16>(v)), kFloats, out + d * kTileLanes);
+    hn::Store(hn::BitCast(kFloats, hn::And(v, upper)), kFloats, out + (d + 1) * kTileLanes);
+  };
+  for (std::int64_t d = 0; d < dim; d += 8) {
+    const auto offset = static_cast<std::size_t>(d) * 2;
+    const auto a = load_key_parts(du, rows, offset), b = load_key_parts(du, rows + 1, offset);
+    const auto c = load_key_parts(du, rows + 2, offset), e = load_key_parts(du, rows + 3, offset);
+    const auto ab_lo = hn::BitCast(du64, hn::InterleaveLower(du, a, b)), ab_hi = hn::BitCast(du64, hn::InterleaveUpper(du, a, b));
+    const auto ce_lo = hn::BitCast(du64, hn::InterleaveLower(du, c, e)), ce_hi = hn::BitCast(du64, hn::InterleaveUpper(du, c, e));
+    store_pair(hn::InterleaveLower(du64, ab_lo, ce_lo), d);
+    store_pair(hn::InterleaveUpper(du64, ab_lo, ce_lo), d + 2);
+    store_pair(hn::InterleaveLower(du64, ab_hi, ce_hi), d + 4);
+    store_pair(hn::InterleaveUpper(du64, ab_hi, ce_hi), d + 6);
+  }
+}
+#endif
+
+// Turns keys 0 .. num_keys-1 (1..kTileKeys of them) into packs of kLanes keys, tile[pack][dim][kLanes]. Lanes past the last key, up
+// to a whole pack, repeat it: nothing past num_keys is read, and a maximum over the lanes is right without a mask.
+template <DType kType>
+HWY_INLINE void turn_keys(const std::byte* keys, std::int64_t stride_bytes, std::int64_t num_keys, std::int64_t dim,
+                          float* HWY_RESTRICT tile) {
+  for (std::int64_t first = 0; first < num_keys; first += kTileLanes) {
+    const std::byte* rows[kLanes];
+    for (std::int64_t j = 0; j < kTileLanes; ++j) rows[j] = keys + std::min(first + j, num_keys - 1) * stride_bytes;
+#if HWY_TARGET != HWY_SCALAR
+    if constexpr (kType == DType::kBF16) {
+      pack_bf16_rows(rows, dim, tile + first * dim);
+      continue;
+    }
+#endif
+    pack_rows<kType>(rows, static_cast<std::size_t>(dim), tile + first * dim);
+  }
+}
+
+// b of a product: row k of vector number v starts at data + k * stride_row + v * stride_vector.
+struct Columns {
+  const float* data;
+  std::int64_t stride_row;
+  std::int64_t stride_vector;
+};
+
+// c[r][..] (+)= sum over k of a[r][k] * b[k][..] for kRows rows and kVectors vectors of columns. Every element is one chain of
+// MulAdd over ascending k, as in gemm-inl.h, whatever the blocking.
+template <int kRows, int kVectors, bool kAccumulate>
+HWY_INLINE void multiply_registers(const float* HWY_RESTRICT a, std::int64_t lda, const Columns& b, std::int64_t depth,
+                                   float* HWY_RESTRICT c, std::int64_t ldc) {
+  Vec acc[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = kAccumulate ? hn::LoadU(kFloats, c + r * ldc + v * kTileLanes) : hn::Zero(kFloats);
+  }
+  for (std::int64_t k = 0; k < depth; ++k) {
+    Vec columns[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) columns[v] = hn::LoadU(kFloats, b.data + k * b.stride_row + v * b.stride_vector);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Vec factor = hn::Set(kFloats, a[r * lda + k]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = hn::MulAdd(factor, columns[v], acc[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) hn::StoreU(acc[r][v], kFloats, c + r * ldc + v * kTileLanes);
+  }
+}
+
+template <int kRows, bool kAccumulate>
+HWY_INLINE void multiply_rows(const float* HWY_RESTRICT a, std::int64_t lda, Columns b, std::int64_t depth, std::int64_t num_vectors,
+                              float* HWY_RESTRICT c, std::int64_t ldc) {
+  for (; num_vectors >= 2; num_vectors -= 2, b.data += 2 * b.stride_vector, c += 2 * kTileLanes) {
+    multiply_registers<kRows, 2, kAccumulate>(a, lda, b, depth, c, ldc);
+  }
+  if (num_vectors == 1) multiply_registers<kRows, 1, kAccumulate>(a, lda, b, depth, c, ldc);
+}
+
+// c[num_rows][num_vectors * kLanes] (+)= a[num_rows][depth] * b[depth][..]. 4 rows x 2 vectors are the 8 chains that hide the latency
+// of a fused multiply-add on two units.
+template <bool kAccumulate>
+HWY_INLINE void multiply(std::int64_t num_rows, const float* HWY_RESTRICT a, std::int64_t lda, const Columns& b, std::int64_t depth,
+                         std::int64_t num_vectors, float* HWY_RESTRICT c, std::int64_t ldc) {
+  for (; num_rows >= 4; num_rows -= 4, a += 4 * lda, c += 4 * ldc) {
+    multiply_rows<4, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc);
+  }
+  switch (num_rows) {
+    case 3: return multiply_rows<3, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc);
+    case 2: return multiply_rows<2, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc);
+    case 1: return multiply_rows<1, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc);
+    default: return;
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace openmsa::cpu
+HWY_AFTER_NAMESPACE();
+#endif  // OPENMSA_CPU_DECODE_TILE_INL_H_
