@@ -74,9 +74,13 @@ bool overlaps_itself(const TensorView& view) {
   std::array<std::pair<std::int64_t, std::int64_t>, kMaxRank> axes;  // stride, shape
   int num_axes = 0;
   for (int i = 0; i < view.rank; ++i) {
-    if (view.shape[i] > 1) axes[num_axes++] = {view.stride[i], view.shape[i]};
+    if (view.shape[i] <= 1) continue;
+    // Kept in order by insertion: gcc 12 warns of out-of-bounds reads inside std::sort on an array this short.
+    int at = num_axes++;
+    const std::pair<std::int64_t, std::int64_t> axis{view.stride[i], view.shape[i]};
+    for (; at > 0 && axis < axes[at - 1]; --at) axes[at] = axes[at - 1];
+    axes[at] = axis;
   }
-  std::sort(axes.begin(), axes.begin() + num_axes);
   std::int64_t reach = 0;
   for (int i = 0; i < num_axes; ++i) {
     if (axes[i].first <= reach) return true;
