@@ -11,18 +11,20 @@ using api::Checker;
 using api::Mode;
 using api::Role;
 
-// q, k, v, out, lse: the same in sparse and dense attention.
+// What sparse and dense attention have in common.
 struct Tensors {
+  Batch batch;
   TensorView q, k, v, out, lse;
 };
 
 template <typename Args>
-Tensors check_tensors(Checker& checker, const Args& args, const Batch& batch, const MsaConfig& config) {
+Tensors check_tensors(Checker& checker, const Args& args, const MsaConfig& config) {
   Tensors tensors;
   tensors.q =
       checker.tensor("q", args.q, api::kFloatDTypes, {api::tokens(), api::q_heads(config), api::head_row(config)}, Role::kInput);
-  tensors.k = api::check_keys(checker, "k", args.k, batch, config, config.num_kv_heads, api::head_row(config));
-  tensors.v = api::check_keys(checker, "v", args.v, batch, config, config.num_kv_heads, api::head_row(config));
+  tensors.batch = api::check_batch_structure(checker, args.batch);
+  tensors.k = api::check_keys(checker, "k", args.k, tensors.batch, config, config.num_kv_heads, api::head_row(config));
+  tensors.v = api::check_keys(checker, "v", args.v, tensors.batch, config, config.num_kv_heads, api::head_row(config));
   const api::Axis tokens = api::tokens_of(tensors.q, "q.shape[0]");
   tensors.out =
       checker.tensor("out", args.out, api::kFloatDTypes, {tokens, api::q_heads(config), api::head_row(config)}, Role::kOutput);
@@ -56,13 +58,12 @@ SparseCall prepare(const SparseAttentionArgs& args, Mode mode) {
   args.config.validate();
   Checker checker(args.options, mode);
   const MsaConfig config = api::with_defaults(args.config);
-  const Batch batch = api::check_batch_structure(checker, args.batch);
-  const Tensors tensors = check_tensors(checker, args, batch, config);
+  const Tensors tensors = check_tensors(checker, args, config);
   const TensorView block_ids =
       checker.tensor("block_ids", args.block_ids, core::dtype_bit(DType::kI32),
                      {api::tokens_of(tensors.q, "q.shape[0]"), api::kv_heads(config), api::slots(config)}, Role::kInput);
   const Backend backend = checker.device();
-  const core::Geometry geo = api::make_geometry(batch, config, "q", tensors.q.shape[0]);
+  const core::Geometry geo = api::make_geometry(tensors.batch, config, "q", tensors.q.shape[0]);
   api::check_key_extent(checker, "k", tensors.k, geo);
   api::check_block_ids(checker, block_ids, geo);
   checker.overlap();
@@ -82,7 +83,7 @@ SparseCall prepare(const SparseAttentionArgs& args, Mode mode) {
 void run_sparse(const char* stage, const std::vector<core::Kernel<core::SparseAttentionParams>>& kernels,
                 const SparseAttentionArgs& args) {
   const SparseCall call = prepare(args, Mode::kRun);
-  const auto& kernel = api::require_kernel(stage, kernels, call.backend, call.request);
+  const auto& kernel = api::require_kernel(stage, kernels, args.options.backend, call.backend, call.request);
   api::run(api::Call<core::SparseAttentionParams>{call.params, &kernel}, args.options);
 }
 
@@ -90,15 +91,14 @@ api::Call<core::DenseAttentionParams> prepare(const DenseAttentionArgs& args, Mo
   args.config.validate();
   Checker checker(args.options, mode);
   const MsaConfig config = api::with_defaults(args.config);
-  const Batch batch = api::check_batch_structure(checker, args.batch);
-  const Tensors tensors = check_tensors(checker, args, batch, config);
+  const Tensors tensors = check_tensors(checker, args, config);
   const TensorView block_max =
       checker.optional_tensor("block_max", args.block_max, checker.result_dtypes(),
                               {api::tokens_of(tensors.q, "q.shape[0]"), api::q_heads(config), {"num_blocks"}}, Role::kOutput);
   const Backend backend = checker.device();
-  const auto& kernel = api::require_kernel("dense_attention", core::kernels<core::DenseAttentionParams>(), backend,
-                                           request_of(config, tensors.q.dtype, 0));
-  const core::Geometry geo = api::make_geometry(batch, config, "q", tensors.q.shape[0]);
+  const auto& kernel = api::require_kernel("dense_attention", core::kernels<core::DenseAttentionParams>(), args.options.backend,
+                                           backend, request_of(config, tensors.q.dtype, 0));
+  const core::Geometry geo = api::make_geometry(tensors.batch, config, "q", tensors.q.shape[0]);
   api::check_key_extent(checker, "k", tensors.k, geo);
   if (block_max.given()) api::check_block_width("block_max", block_max, geo);
   checker.overlap();
@@ -133,7 +133,7 @@ std::size_t workspace_bytes(const SparseAttentionArgs& args) {
     found = true;
     bytes = std::max(bytes, api::scratch_bytes(api::Call<core::SparseAttentionParams>{call.params, kernel}));
   }
-  if (!found) api::refuse_unsupported("sparse_attention", call.backend, why_not);
+  if (!found) api::refuse_unsupported("sparse_attention", args.options.backend, call.backend, why_not);
   return bytes;
 }
 

@@ -204,10 +204,9 @@ void check_block_ids(const Checker& checker, const TensorView& block_ids, const 
         std::int32_t previous = -1;
         for (std::int64_t slot = 0; slot < top_k; ++slot) {
           const std::int32_t id = ids[slot];
-          if (id > previous && id < num_blocks) {
-            if (slot > 0 && ids[slot - 1] == -1) {
-              fail(t, g, slot, id, " after a -1; -1 may stand only in the tail of a list. Move the valid ids to the front.");
-            }
+          if (id >= 0 && slot > 0 && ids[slot - 1] == -1) {
+            fail(t, g, slot, id, " after a -1; -1 may stand only in the tail of a list. Move the valid ids to the front.");
+          } else if (id > previous && id < num_blocks) {
             previous = id;
           } else if (id < -1) {
             fail(t, g, slot, id,

@@ -23,19 +23,20 @@ const core::Kernel<Params>* find_kernel(const std::vector<core::Kernel<Params>>&
   return nullptr;
 }
 
-[[noreturn]] inline void refuse_unsupported(const char* stage, Backend backend, const std::string& why_not) {
-  std::string text = std::string(stage) + " on the " + backend_name(backend) + " backend: ";
-  text += why_not.empty() ? "there is no kernel for this stage" : why_not;
-  text += ". Change the sizes, or use the reference backend (any size, slow).";
-  throw Error(ErrorCode::kUnsupported, "options.backend", text);
+[[noreturn]] inline void refuse_unsupported(const char* stage, Backend asked, Backend backend, const std::string& why_not) {
+  refuse("options.backend",
+         std::string("is ") + backend_name(asked) + ", and no " + stage + " kernel of the " + backend_name(backend) +
+             " backend takes this call: " + (why_not.empty() ? "there is none" : why_not) +
+             ". Change the sizes, or use the reference backend (any size, slow).",
+         ErrorCode::kUnsupported);
 }
 
 template <typename Params>
-const core::Kernel<Params>& require_kernel(const char* stage, const std::vector<core::Kernel<Params>>& kernels, Backend backend,
-                                           const core::Request& request) {
+const core::Kernel<Params>& require_kernel(const char* stage, const std::vector<core::Kernel<Params>>& kernels, Backend asked,
+                                           Backend backend, const core::Request& request) {
   std::string why_not;
   const core::Kernel<Params>* kernel = find_kernel(kernels, backend, request, &why_not);
-  if (kernel == nullptr) refuse_unsupported(stage, backend, why_not);
+  if (kernel == nullptr) refuse_unsupported(stage, asked, backend, why_not);
   return *kernel;
 }
 

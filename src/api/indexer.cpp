@@ -29,7 +29,7 @@ api::Call<core::BlockScoresParams> prepare(const BlockScoresArgs& args, Mode mod
                      {api::tokens_of(q_idx, "q_idx.shape[0]"), api::kv_heads(config), {"num_blocks"}}, Role::kOutput);
   api::check_same_dtype("k_idx", k_idx, "q_idx", q_idx);
   const Backend backend = checker.device();
-  const auto& kernel = api::require_kernel("block_scores", core::kernels<core::BlockScoresParams>(), backend,
+  const auto& kernel = api::require_kernel("block_scores", core::kernels<core::BlockScoresParams>(), args.options.backend, backend,
                                            {.dtype = q_idx.dtype, .index_dim = config.index_dim, .block_size = config.block_size});
   const core::Geometry geo = api::make_geometry(batch, config, "q_idx", q_idx.shape[0]);
   api::check_key_extent(checker, "k_idx", k_idx, geo);
@@ -49,8 +49,9 @@ api::Call<core::SelectBlocksParams> prepare(const SelectBlocksArgs& args, Mode m
       checker.tensor("block_ids", args.block_ids, core::dtype_bit(DType::kI32),
                      {api::tokens_of(scores, "scores.shape[0]"), api::kv_heads(config), api::slots(config)}, Role::kOutput);
   const Backend backend = checker.device();
-  const auto& kernel = api::require_kernel("select_blocks", core::kernels<core::SelectBlocksParams>(), backend,
-                                           {.dtype = scores.dtype, .block_size = config.block_size, .top_k = config.top_k});
+  const auto& kernel =
+      api::require_kernel("select_blocks", core::kernels<core::SelectBlocksParams>(), args.options.backend, backend,
+                          {.dtype = scores.dtype, .block_size = config.block_size, .top_k = config.top_k});
   const core::Geometry geo = api::make_geometry(batch, config, "scores", scores.shape[0]);
   api::check_block_width("scores", scores, geo);
   checker.overlap();
@@ -72,7 +73,7 @@ api::Call<core::IndexSelectParams> prepare(const IndexSelectArgs& args, Mode mod
   api::check_same_dtype("k_idx", k_idx, "q_idx", q_idx);
   const Backend backend = checker.device();
   const auto& kernel = api::require_kernel(
-      "index_select", core::kernels<core::IndexSelectParams>(), backend,
+      "index_select", core::kernels<core::IndexSelectParams>(), args.options.backend, backend,
       {.dtype = q_idx.dtype, .index_dim = config.index_dim, .block_size = config.block_size, .top_k = config.top_k});
   const core::Geometry geo = api::make_geometry(batch, config, "q_idx", q_idx.shape[0]);
   api::check_key_extent(checker, "k_idx", k_idx, geo);
