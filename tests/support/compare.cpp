@@ -13,11 +13,11 @@ using testing::AssertionSuccess;
 
 // Euclidean norms of the rows of the last axis; 0 for poisoned rows.
 std::vector<double> row_norms(const Tensor& tensor) {
-  const std::int64_t n = tensor.view().shape[tensor.view().rank - 1];
-  std::vector<double> norms;
-  for (std::int64_t row = 0; row < tensor.numel() / n; ++row) {
+  std::vector<double> norms, values(static_cast<std::size_t>(tensor.row_size()));
+  for (std::int64_t row = 0; row < tensor.num_rows(); ++row) {
+    tensor.get_row(row, values.data());
     double sum = 0;
-    for (std::int64_t i = 0; i < n; ++i) sum += tensor.get(row * n + i) * tensor.get(row * n + i);
+    for (const double x : values) sum += x * x;
     norms.push_back(std::isfinite(sum) ? std::sqrt(sum) : 0.0);
   }
   return norms;
@@ -28,7 +28,7 @@ std::vector<double> dot_error_bounds(const Tensor& queries, const Tensor& keys) 
   const std::vector<double> key_norms = row_norms(keys);
   const double max_norm = key_norms.empty() ? 0.0 : *std::max_element(key_norms.begin(), key_norms.end());
   std::vector<double> bounds = row_norms(queries);
-  for (double& bound : bounds) bound *= static_cast<double>(queries.view().shape[2] + 2) * 0x1p-24 * max_norm;
+  for (double& bound : bounds) bound *= static_cast<double>(queries.row_size() + 2) * 0x1p-24 * max_norm;
   return bounds;
 }
 

@@ -17,9 +17,13 @@ std::vector<std::int32_t> cumulative(const std::vector<std::int32_t>& lengths) {
   return sums;
 }
 
+// Sum of four uniform 16-bit numbers out of one draw: near enough to a normal distribution, and an order of magnitude faster.
 double draw(Rng& rng, Values values) {
-  if (values == Values::kIntegers) return static_cast<double>(uniform(rng, -2, 2));
-  return std::normal_distribution<double>()(rng);
+  std::uint64_t bits = rng();
+  if (values == Values::kIntegers) return static_cast<double>(bits % 5) - 2.0;
+  double sum = 0.0;
+  for (int i = 0; i < 4; ++i, bits >>= 16) sum += static_cast<double>(bits & 0xffff);
+  return (sum / 65536.0 - 2.0) * std::sqrt(3.0);
 }
 
 std::string join(const std::vector<std::int32_t>& values) {
@@ -28,16 +32,15 @@ std::string join(const std::vector<std::int32_t>& values) {
   return text + "]";
 }
 
-std::int64_t last_axis(const Tensor& tensor) { return tensor.view().shape[tensor.view().rank - 1]; }
-
 void fill_row(Tensor& tensor, std::int64_t row, Rng& rng, Values values) {
-  const std::int64_t n = last_axis(tensor);
-  for (std::int64_t i = 0; i < n; ++i) tensor.set(row * n + i, draw(rng, values));
+  std::vector<double> data(static_cast<std::size_t>(tensor.row_size()));
+  for (double& x : data) x = draw(rng, values);
+  tensor.set_row(row, data.data());
 }
 
 void poison_row(Tensor& tensor, std::int64_t row) {
-  const std::int64_t n = last_axis(tensor);
-  for (std::int64_t i = 0; i < n; ++i) tensor.set(row * n + i, kNaN);
+  const std::vector<double> data(static_cast<std::size_t>(tensor.row_size()), kNaN);
+  tensor.set_row(row, data.data());
 }
 
 }  // namespace
@@ -57,10 +60,13 @@ Layout random_layout(Rng& rng, std::int64_t max_pairs) {
   layout.strided = uniform(rng, 0, 3) == 0;
   const bool given_starts = uniform(rng, 0, 2) == 0;
   const std::int64_t num_seqs = uniform(rng, 1, 6);
+  std::int64_t keys_left = 6000;
   for (std::int64_t s = 0; s < num_seqs; ++s) {
-    const std::int64_t seqlen_k = uniform(rng, 0, 3) == 0 ? uniform(rng, 0, 700)
-                                                          : pick<std::int64_t>(rng, {0, 1, 2, 3, 5, 127, 128, 129, 255, 2047, 2048,
-                                                                                     2049, 2175});
+    std::int64_t seqlen_k = uniform(rng, 0, 3) == 0
+                                ? uniform(rng, 0, 700)
+                                : pick<std::int64_t>(rng, {0, 1, 2, 3, 5, 127, 128, 129, 255, 2047, 2048, 2049, 2175});
+    if (seqlen_k > keys_left) seqlen_k %= 130;
+    keys_left -= seqlen_k;
     std::int64_t seqlen_q = pick<std::int64_t>(rng, {0, 1, 1, 2, 4, 5, 17, 64, seqlen_k, seqlen_k, seqlen_k + 3});
     seqlen_q = std::min(seqlen_q, max_pairs / num_seqs / std::max<std::int64_t>(seqlen_k, 1));
     const std::int64_t default_start = seqlen_k - seqlen_q;
@@ -191,11 +197,14 @@ Problem Problem::query_chunk(std::int64_t first, std::int64_t count) const {
   chunk.cu_seqlens_q = cumulative(chunk.layout.seqlens_q);
   chunk.total_q = chunk.cu_seqlens_q.back();
   for (auto [whole, part] : {std::pair{&q, &chunk.q}, std::pair{&q_idx, &chunk.q_idx}}) {
-    const std::int64_t heads = whole->view().shape[1], n = whole->view().shape[2];
-    *part = Tensor(dtype, {chunk.total_q, heads, n});
+    const std::int64_t heads = whole->view().shape[1];
+    *part = Tensor(dtype, {chunk.total_q, heads, whole->row_size()});
+    std::vector<double> row(static_cast<std::size_t>(whole->row_size()));
     for (std::int64_t t = 0; t < chunk.total_q; ++t) {
-      const std::int64_t from = chunk_token(first, count, t);
-      for (std::int64_t i = 0; i < heads * n; ++i) part->set(t * heads * n + i, whole->get(from * heads * n + i));
+      for (std::int64_t h = 0; h < heads; ++h) {
+        whole->get_row(chunk_token(first, count, t) * heads + h, row.data());
+        part->set_row(t * heads + h, row.data());
+      }
     }
   }
   return chunk;

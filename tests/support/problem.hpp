@@ -32,13 +32,13 @@ struct Layout {
 
 // Lengths that catch bugs, mixed with random ones: empty sequences, sequences without queries, whole prefills, chunks behind a
 // prefix, decode rows, explicit starts (negative ones and such beyond the last key included). The sum over the sequences of
-// seqlen_q * seqlen_k stays within max_pairs.
+// seqlen_q * seqlen_k stays within max_pairs, that of seqlen_k within 6,000.
 Layout random_layout(Rng& rng, std::int64_t max_pairs);
 // One sequence; q_start as by default.
 Layout single(std::int32_t seqlen_q, std::int32_t seqlen_k, bool paged = false);
 
 enum class Values {
-  kGaussian,  // standard normal, rounded to the dtype
+  kGaussian,  // bell-shaped with variance 1 and |x| < 3.5, rounded to the dtype
   kIntegers,  // -2 .. 2: every dot product is exact in fp32 and many scores tie
 };
 

@@ -9,6 +9,27 @@ namespace {
 
 constexpr std::int64_t kGuardBytes = 256;
 
+double load(const std::byte* data, DType dtype, std::int64_t i) {
+  switch (dtype) {
+    case DType::kF64: return reinterpret_cast<const double*>(data)[i];
+    case DType::kF32: return reinterpret_cast<const float*>(data)[i];
+    case DType::kBF16: return static_cast<float>(reinterpret_cast<const BFloat16*>(data)[i]);
+    case DType::kF16: return static_cast<float>(reinterpret_cast<const Float16*>(data)[i]);
+    case DType::kI32: return reinterpret_cast<const std::int32_t*>(data)[i];
+  }
+  return 0;
+}
+
+void store(std::byte* data, DType dtype, std::int64_t i, double value) {
+  switch (dtype) {
+    case DType::kF64: reinterpret_cast<double*>(data)[i] = value; break;
+    case DType::kF32: reinterpret_cast<float*>(data)[i] = static_cast<float>(value); break;
+    case DType::kBF16: reinterpret_cast<BFloat16*>(data)[i] = BFloat16(static_cast<float>(value)); break;
+    case DType::kF16: reinterpret_cast<Float16*>(data)[i] = Float16(static_cast<float>(value)); break;
+    case DType::kI32: reinterpret_cast<std::int32_t*>(data)[i] = static_cast<std::int32_t>(value); break;
+  }
+}
+
 }  // namespace
 
 Tensor::Tensor(DType dtype, std::vector<std::int64_t> shape, std::int64_t row_padding) {
@@ -28,60 +49,53 @@ Tensor::Tensor(DType dtype, std::vector<std::int64_t> shape, std::int64_t row_pa
   view_.data = memory() + kGuardBytes;
 }
 
-std::byte* Tensor::element(std::int64_t i) const {
+std::byte* Tensor::row_data(std::int64_t row) const {
   std::int64_t offset = 0;
-  for (int axis = view_.rank - 1; axis >= 0; --axis) {
-    offset += i % view_.shape[axis] * view_.stride[axis];
-    i /= view_.shape[axis];
+  for (int axis = view_.rank - 2; axis >= 0; --axis) {
+    offset += row % view_.shape[axis] * view_.stride[axis];
+    row /= view_.shape[axis];
   }
   return static_cast<std::byte*>(view_.data) + offset * dtype_bytes(view_.dtype);
 }
 
 double Tensor::get(std::int64_t i) const {
-  const std::byte* p = element(i);
-  switch (view_.dtype) {
-    case DType::kF64: return *reinterpret_cast<const double*>(p);
-    case DType::kF32: return *reinterpret_cast<const float*>(p);
-    case DType::kBF16: return static_cast<float>(*reinterpret_cast<const BFloat16*>(p));
-    case DType::kF16: return static_cast<float>(*reinterpret_cast<const Float16*>(p));
-    case DType::kI32: return *reinterpret_cast<const std::int32_t*>(p);
-  }
-  return 0;
+  return load(row_data(i / row_size()), dtype(), i % row_size());
 }
 
-void Tensor::set(std::int64_t i, double value) {
-  std::byte* p = element(i);
-  switch (view_.dtype) {
-    case DType::kF64: *reinterpret_cast<double*>(p) = value; break;
-    case DType::kF32: *reinterpret_cast<float*>(p) = static_cast<float>(value); break;
-    case DType::kBF16: *reinterpret_cast<BFloat16*>(p) = BFloat16(static_cast<float>(value)); break;
-    case DType::kF16: *reinterpret_cast<Float16*>(p) = Float16(static_cast<float>(value)); break;
-    case DType::kI32: *reinterpret_cast<std::int32_t*>(p) = static_cast<std::int32_t>(value); break;
-  }
+void Tensor::set(std::int64_t i, double value) { store(row_data(i / row_size()), dtype(), i % row_size(), value); }
+
+void Tensor::get_row(std::int64_t row, double* values) const {
+  const std::byte* data = row_data(row);
+  for (std::int64_t i = 0; i < row_size(); ++i) values[i] = load(data, dtype(), i);
+}
+
+void Tensor::set_row(std::int64_t row, const double* values) {
+  std::byte* data = row_data(row);
+  for (std::int64_t i = 0; i < row_size(); ++i) store(data, dtype(), i, values[i]);
 }
 
 std::vector<double> Tensor::values() const {
   std::vector<double> values(static_cast<std::size_t>(numel()));
-  for (std::int64_t i = 0; i < numel(); ++i) values[static_cast<std::size_t>(i)] = get(i);
+  for (std::int64_t row = 0; row < num_rows(); ++row) get_row(row, values.data() + row * row_size());
   return values;
 }
 
 std::vector<float> Tensor::floats() const {
-  std::vector<float> values(static_cast<std::size_t>(numel()));
-  for (std::int64_t i = 0; i < numel(); ++i) values[static_cast<std::size_t>(i)] = static_cast<float>(get(i));
-  return values;
+  const std::vector<double> wide = values();
+  return {wide.begin(), wide.end()};
 }
 
 Tensor Tensor::to(DType dtype) const {
   Tensor result(dtype, {view_.shape.begin(), view_.shape.begin() + view_.rank});
-  for (std::int64_t i = 0; i < numel(); ++i) result.set(i, get(i));
+  const std::vector<double> wide = values();
+  for (std::int64_t row = 0; row < num_rows(); ++row) result.set_row(row, wide.data() + row * row_size());
   return result;
 }
 
 bool Tensor::guards_intact() const {
   Tensor copy = *this;
-  const auto size = static_cast<std::size_t>(dtype_bytes(dtype()));
-  for (std::int64_t i = 0; i < numel(); ++i) std::memset(copy.element(i), static_cast<int>(fill()), size);
+  const auto bytes = static_cast<std::size_t>(row_size() * dtype_bytes(dtype()));
+  for (std::int64_t row = 0; row < num_rows(); ++row) std::memset(copy.row_data(row), static_cast<int>(fill()), bytes);
   return copy.untouched();
 }
 
@@ -93,9 +107,9 @@ bool Tensor::untouched() const {
 
 bool Tensor::same_bits(const Tensor& other) const {
   if (dtype() != other.dtype() || view_.rank != other.view_.rank || view_.shape != other.view_.shape) return false;
-  const auto size = static_cast<std::size_t>(dtype_bytes(dtype()));
-  for (std::int64_t i = 0; i < numel(); ++i) {
-    if (std::memcmp(element(i), other.element(i), size) != 0) return false;
+  const auto bytes = static_cast<std::size_t>(row_size() * dtype_bytes(dtype()));
+  for (std::int64_t row = 0; row < num_rows(); ++row) {
+    if (std::memcmp(row_data(row), other.row_data(row), bytes) != 0) return false;
   }
   return true;
 }

@@ -38,6 +38,12 @@ class Tensor {
     return get(at(index...));
   }
 
+  // Row number `row` of the last axis, counted over all other axes.
+  std::int64_t row_size() const { return view_.shape[view_.rank - 1]; }
+  std::int64_t num_rows() const { return row_size() > 0 ? numel() / row_size() : 0; }
+  void get_row(std::int64_t row, double* values) const;
+  void set_row(std::int64_t row, const double* values);
+
   std::vector<double> values() const;
   std::vector<float> floats() const;
   // The same values in another dtype, in dense rows.
@@ -54,7 +60,7 @@ class Tensor {
   struct alignas(64) Line {
     std::byte bytes[64];
   };
-  std::byte* element(std::int64_t i) const;
+  std::byte* row_data(std::int64_t row) const;
   std::byte fill() const { return std::byte{view_.dtype == DType::kI32 ? std::uint8_t{0x5a} : std::uint8_t{0xff}}; }
   std::byte* memory() const { return const_cast<std::byte*>(lines_.front().bytes); }
 
