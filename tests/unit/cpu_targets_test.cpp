@@ -1,0 +1,60 @@
+// The CPU engine on every SIMD target that it is compiled for and this machine can run, not only on the best one.
+#include <gtest/gtest.h>
+
+#include "cpu/cpu.hpp"
+#include "cpu/targets.hpp"
+#include "hwy/highway.h"
+#include "support/cases.hpp"
+#include "support/compare.hpp"
+
+namespace openmsa::test {
+namespace {
+
+const RunOptions kCpu = on(Backend::kCpu, 2);
+
+class CpuTargets : public testing::TestWithParam<std::int64_t> {
+ protected:
+  void SetUp() override {
+    hwy::SetSupportedTargetsForTest(GetParam());
+    ASSERT_EQ(cpu::simd_target(), hwy::TargetName(GetParam()));
+  }
+  void TearDown() override { hwy::SetSupportedTargetsForTest(0); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Simd, CpuTargets, testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
+                         [](const testing::TestParamInfo<std::int64_t>& info) { return std::string(hwy::TargetName(info.param)); });
+
+constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+
+TEST_P(CpuTargets, IntegersGiveTheOraclesScoresAndLists) {
+  for (const DType dtype : kDTypes) {
+    for (std::uint64_t seed = 500; seed < 510; ++seed) {
+      const Problem problem = random_problem(seed, dtype, Values::kIntegers);
+      SCOPED_TRACE(describe(problem));
+      const Tensor oracle = oracle_scores(problem);
+      EXPECT_TRUE(run_block_scores(problem, kCpu).same_bits(oracle.to(DType::kF32)));
+      EXPECT_TRUE(run_index_select(problem, kCpu).same_bits(run_select_blocks(problem.widened(), oracle, on(Backend::kReference))));
+    }
+  }
+}
+
+TEST_P(CpuTargets, AttentionIsRight) {
+  for (const DType dtype : kDTypes) {
+    for (std::uint64_t seed = 520; seed < 532; ++seed) {
+      Rng rng(seed);
+      const Problem problem = random_problem(seed, dtype);
+      SCOPED_TRACE(describe(problem));
+      const Tensor block_ids = random_block_ids(problem, rng);
+      const Attention oracle = oracle_sparse_attention(problem, block_ids);
+      const std::vector<float> plain = plain_attention(problem, &block_ids);
+      EXPECT_TRUE(attention_right(problem, run_sparse_attention(problem, block_ids, kCpu), oracle, plain)) << "sparse_attention";
+      EXPECT_TRUE(attention_right(problem, run_sparse_decode(problem, block_ids, kCpu), oracle, plain)) << "sparse_decode";
+      if (seed % 3 == 0) {
+        EXPECT_TRUE(attention_right(problem, run_dense_attention(problem, kCpu, true), nullptr)) << "dense_attention";
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace openmsa::test
