@@ -120,6 +120,31 @@ def test_logits_equal_the_golden(options, length):
     hf.assert_sparse(sparse, dropped=length == 209)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_index_slots_equal_index_queries_with_zeros(backend):
+    """The starting index as the issue words it, zeros and all, against the way it is computed: one group's slice at a time."""
+    model = tiny_llama(layers=1)
+    sparse = hf.convert(model, block_size=16, top_k=3, backend=backend)
+    ids = tokens(150)
+    with hf.record_selection(sparse, max_queries=None, with_quality=False) as recorded:
+        sparse(ids)
+    seen = {}
+
+    def keep(module, args, output):
+        seen["q"], seen["k"] = args[1][0], args[2][0]
+
+    handle = sparse.model.layers[0].self_attn.index.register_forward_hook(keep)
+    sparse(ids)
+    handle.remove()
+    q_idx = torch.zeros(150, 2, 32)
+    for g in range(2):
+        q_idx[:, g, 16 * g : 16 * g + 16] = seen["q"][:, 3 * g : 3 * g + 3].mean(1)
+    config = sparse.model.layers[0].self_attn.msa_config
+    assert config.index_dim == 32
+    ids = openmsa.index_select(q_idx, seen["k"].reshape(150, 32), openmsa.Batch.single(150), config, backend=backend)
+    assert torch.equal(recorded.selections[0][0].block_ids, ids)
+
+
 def test_enough_blocks_give_the_dense_model():
     model = tiny_llama()
     ids = tokens(150)

@@ -87,6 +87,12 @@ def test_prefill(models):
         assert stats[layer].sparse_queries == LENGTH and stats[layer].dense_queries == 0
 
 
+def test_prefill_by_the_oracle(models):
+    golden, _ = models
+    oracle = hf.use_openmsa(copy.deepcopy(golden), backend="reference")
+    close(oracle(tokens()).logits, golden(tokens()).logits)
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 79, 80, 81])
 def test_lengths_around_block_borders(models, length):
     golden, ours = models

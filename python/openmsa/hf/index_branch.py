@@ -4,11 +4,13 @@
 
 with q [B, T, Hq, D] and k [B, T, Hkv, D] after rotary, and an `index_dim`. Its name goes into the saved options, its parameters (if
 any) into the state dict, so a learned branch is one more entry of INDEX_BRANCHES.
+
+A branch whose groups each look at their own slice of the index key sets `num_slots = Hkv` and returns q_idx [B, T, Hkv, Di / Hkv]
+without the zeros; each group is then scored against its slice alone, which gives the same selection for 1/Hkv of the arithmetic.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 
@@ -18,16 +20,11 @@ class KvHeadIndex(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.num_kv_heads = config.num_key_value_heads
+        self.num_slots = config.num_key_value_heads
         self.index_dim = config.num_key_value_heads * config.head_dim
 
     def forward(self, hidden_states, q, k, position_embeddings):
-        batch, tokens, _, head_dim = q.shape
-        mean = q.view(batch, tokens, self.num_kv_heads, -1, head_dim).mean(dim=3)
-        q_idx = q.new_zeros(batch, tokens, self.num_kv_heads, self.num_kv_heads, head_dim)
-        # The diagonal of the two head axes, as a view [B, T, D, Hkv].
-        torch.diagonal(q_idx, dim1=2, dim2=3).copy_(mean.transpose(2, 3))
-        return q_idx.flatten(3), k.flatten(2)
+        return q.unflatten(2, (self.num_slots, -1)).mean(dim=3), k.flatten(2)
 
 
 INDEX_BRANCHES: dict[str, type[nn.Module]] = {"kv_heads": KvHeadIndex}

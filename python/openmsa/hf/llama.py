@@ -96,7 +96,9 @@ class MsaLlamaAttention(LlamaAttention):
             out = run_dense(self.openmsa_runtime, self.layer_idx, self.msa_config, plan, q, k, v, cache_layer)
         else:
             q_idx, k_idx = self.index(hidden_states, q, k, position_embeddings)
-            out = run_sparse(self.openmsa_runtime, self.layer_idx, self.msa_config, plan, q, k, v, q_idx, k_idx, cache_layer)
+            out = run_sparse(
+                self.openmsa_runtime, self.layer_idx, self.msa_config, plan, q, k, v, q_idx, k_idx, cache_layer, self.index.num_slots
+            )
         return self.o_proj(out.flatten(2)), None
 
 
@@ -156,8 +158,13 @@ def convert(model, config=None, *, backend: str = "auto", **overrides) -> MsaLla
         raise openmsa.UnsupportedError(
             f"model is a {type(model).__name__}; convert() takes LlamaForCausalLM. For MiniMax-M3 use openmsa.hf.use_openmsa(model)"
         )
+    quantization = getattr(model.config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    if quantization and method != "gguf":  # transformers loads GGUF weights dequantised; they are plain tensors by now
+        raise openmsa.UnsupportedError(f"model is quantised ({method}); convert() takes plain weights. Dequantise the model first")
     options = MsaOptions.of(config, num_layers=model.config.num_hidden_layers, **overrides)
-    values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures", "transformers_version")}
+    not_ours = ("model_type", "architectures", "transformers_version", "quantization_config")
+    values = {k: v for k, v in model.config.to_dict().items() if k not in not_ours}
     msa_config = MsaLlamaConfig(**values, msa=options.to_dict())
     with torch.device("meta"):
         sparse = MsaLlamaForCausalLM(msa_config)

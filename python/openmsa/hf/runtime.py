@@ -10,6 +10,7 @@ import torch
 
 import openmsa
 from openmsa import quality
+from openmsa.ops import MAX_DECODE_QUERIES
 
 from .cache import MsaCacheLayer
 from .plan import StepPlan
@@ -87,22 +88,38 @@ def run_sparse(
     q_idx: torch.Tensor,
     k_idx: torch.Tensor,
     cache_layer=None,
+    num_slots: int = 1,
 ) -> torch.Tensor:
-    """All inputs token-major and padded: q [B, T, Hq, D], k, v [B, T, Hkv, D], q_idx [B, T, Hkv, Di], k_idx [B, T, Di]."""
+    """All inputs token-major and padded: q [B, T, Hq, D], k, v [B, T, Hkv, D], q_idx [B, T, Hkv, Di / num_slots], k_idx [B, T, Di]."""
     keys = _store(plan, config, cache_layer, k, v, k_idx)
     q, q_idx = plan.pack_queries(q), plan.pack_queries(q_idx)
-    wanted = runtime.recorder is not None and runtime.recorder.wants(layer_idx)
-    result = openmsa.msa_attention(
-        q, keys.k, keys.v, q_idx, keys.k_idx, keys.batch, config, return_block_ids=wanted, backend=runtime.backend
-    )
-    out, block_ids = result if wanted else (result, None)
+    block_ids = _select(q_idx, keys.k_idx, keys.batch, config, num_slots, runtime.backend)
+    attend = openmsa.sparse_decode if keys.batch.max_seqlen_q <= MAX_DECODE_QUERIES else openmsa.sparse_attention
+    out = attend(q, keys.k, keys.v, block_ids, keys.batch, config, backend=runtime.backend)
     stats = runtime.stats[layer_idx]
     stats.calls += 1
     stats.sparse_queries += q.shape[0]
     stats.dropped_queries += plan.rows_past(config.top_k * config.block_size)
-    if wanted:
+    if runtime.recorder is not None and runtime.recorder.wants(layer_idx):
         runtime.recorder.add(layer_idx, config, plan, q, keys, block_ids)
     return plan.unpack_queries(out)
+
+
+def _select(q_idx, k_idx, batch, config: openmsa.MsaConfig, num_slots: int, backend: str) -> torch.Tensor:
+    """block_ids [T, Hkv, k]. With slots, group g is scored against its own slice of the index keys, a view."""
+    if num_slots == 1:
+        return openmsa.index_select(q_idx, k_idx, batch, config, backend=backend)
+    dim = config.index_dim // num_slots
+    one_group = dataclasses.replace(
+        config, num_q_heads=config.group_size, num_kv_heads=1, index_dim=dim, softmax_scale=None, index_scale=None
+    )
+    return torch.cat(
+        [
+            openmsa.index_select(q_idx[:, g : g + 1], k_idx[..., g * dim : (g + 1) * dim], batch, one_group, backend=backend)
+            for g in range(num_slots)
+        ],
+        dim=1,
+    )
 
 
 def run_dense(runtime: Runtime, layer_idx: int, config: openmsa.MsaConfig, plan: StepPlan, q, k, v, cache_layer=None) -> torch.Tensor:
