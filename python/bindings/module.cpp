@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 
+#include "cpu/cpu.hpp"
 #include "openmsa/openmsa.hpp"
 #include "views.hpp"
 
@@ -167,6 +168,8 @@ NB_MODULE(_core, module) {
   module.def("version", &version);
   module.def("list_backends", &py_list_backends, "Tuples (backend, compiled, available, detail).");
   module.def("list_kernels", &py_list_kernels, "Tuples (stage, backend, name, supports).");
+  module.def("simd_target", &cpu::simd_target);
+  module.def("limit_simd_target", &cpu::limit_simd_target, "name"_a, "'avx2' or 'best'; for `openmsa bench` and tests.");
   module.def(
       "validate_config",
       [](const ConfigSizes& sizes, std::optional<double> softmax_scale, std::optional<double> index_scale) {
