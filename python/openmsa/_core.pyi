@@ -1,0 +1,40 @@
+"""The C++ library. Private: use the functions of openmsa."""
+
+from typing import Any, Sequence, TypeAlias
+
+_Array: TypeAlias = Any  # torch.Tensor | numpy.ndarray
+
+def version() -> str: ...
+def list_backends() -> list[tuple[str, bool, bool, str]]: ...
+def list_kernels() -> list[tuple[str, str, str, str]]: ...
+def validate_config(sizes: Sequence[int], softmax_scale: float | None, index_scale: float | None) -> None: ...
+def block_scores(
+    q_idx: _Array, k_idx: _Array, scores: _Array,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...
+def select_blocks(
+    scores: _Array, block_ids: _Array,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...
+def index_select(
+    q_idx: _Array, k_idx: _Array, block_ids: _Array,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...
+def sparse_attention(
+    q: _Array, k: _Array, v: _Array, block_ids: _Array, out: _Array, lse: _Array | None, decode: bool,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...
+def dense_attention(
+    q: _Array, k: _Array, v: _Array, out: _Array, lse: _Array | None, block_max: _Array | None,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...
