@@ -1,7 +1,11 @@
 #include "support/tensor.hpp"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 namespace openmsa::test {
 
@@ -90,6 +94,21 @@ Tensor Tensor::to(DType dtype) const {
   const std::vector<double> wide = values();
   for (std::int64_t row = 0; row < num_rows(); ++row) result.set_row(row, wide.data() + row * row_size());
   return result;
+}
+
+void Tensor::fence(Fence side) {
+  *this = to(dtype());
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const auto bytes = static_cast<std::size_t>(numel() * dtype_bytes(dtype()));
+  const std::size_t inside = (bytes + page - 1) / page * page, mapped = inside + 2 * page;
+  void* mapping = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping == MAP_FAILED) throw std::bad_alloc();
+  auto* base = static_cast<std::byte*>(mapping);
+  if (inside > 0 && mprotect(base + page, inside, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+  fenced_ = std::shared_ptr<std::byte>(base, [mapped](std::byte* p) { munmap(p, mapped); });
+  std::byte* data = base + page + (side == Fence::kAfter ? inside - bytes : 0);
+  if (bytes > 0) std::memcpy(data, view_.data, bytes);
+  view_.data = data;
 }
 
 bool Tensor::guards_intact() const {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "openmsa/tensor.hpp"
@@ -49,6 +50,11 @@ class Tensor {
   // The same values in another dtype, in dense rows.
   Tensor to(DType dtype) const;
 
+  // Moves the elements, in dense rows, to memory that ends (kAfter) or starts (kBefore) at a page nobody may touch, so that a read
+  // past the border ends the process. The start is then aligned to the element size only. Copies share that memory.
+  enum class Fence { kBefore, kAfter };
+  void fence(Fence side);
+
   // True while guards and padding still hold the fill.
   bool guards_intact() const;
   // True while the whole tensor still holds the fill.
@@ -65,21 +71,23 @@ class Tensor {
   std::byte* memory() const { return const_cast<std::byte*>(lines_.front().bytes); }
 
   std::vector<Line> lines_;
+  std::shared_ptr<std::byte> fenced_;  // where the elements are after fence()
   TensorView view_;
 
  public:
   // Copies own their memory, so the view has to follow it.
-  Tensor(const Tensor& other) : lines_(other.lines_), view_(other.view_) { rebase(other); }
+  Tensor(const Tensor& other) : lines_(other.lines_), fenced_(other.fenced_), view_(other.view_) { rebase(other); }
   Tensor(Tensor&& other) noexcept = default;
   Tensor& operator=(Tensor other) noexcept {
     lines_.swap(other.lines_);
+    fenced_.swap(other.fenced_);
     view_ = other.view_;
     return *this;
   }
 
  private:
   void rebase(const Tensor& other) {
-    if (!lines_.empty()) view_.data = memory() + (static_cast<std::byte*>(other.view_.data) - other.memory());
+    if (!lines_.empty() && !fenced_) view_.data = memory() + (static_cast<std::byte*>(other.view_.data) - other.memory());
   }
 };
 
