@@ -90,12 +90,13 @@ bool overlaps_itself(const TensorView& view) {
 }
 
 // Axes with at most one element never use their stride, so callers may leave anything there; kernels multiply it all the same.
-TensorView with_dense_unused_strides(TensorView view, bool is_empty) {
+// A tensor without elements, whose pointer may be null, gets strides that lead nowhere: every row is at its pointer.
+TensorView with_harmless_strides(TensorView view, bool is_empty) {
   std::int64_t dense = 1;
   for (int i = view.rank - 1; i >= 0; --i) {
-    if (is_empty || view.shape[i] <= 1) view.stride[i] = dense;
-    const std::int64_t size = std::max<std::int64_t>(view.shape[i], 1);
-    if (__builtin_mul_overflow(view.stride[i], size, &dense)) dense = 0;
+    if (is_empty) view.stride[i] = i + 1 == view.rank ? 1 : 0;
+    if (!is_empty && view.shape[i] == 1) view.stride[i] = dense;
+    if (__builtin_mul_overflow(view.stride[i], view.shape[i], &dense)) dense = 0;
   }
   return view;
 }
@@ -203,7 +204,7 @@ TensorView Checker::check(const char* name, const TensorView& view, std::uint32_
   if (!numel_of(view, &numel)) {
     refuse(name, "has shape " + shape_text(view) + ", whose size in bytes overflows 64 bits. Use smaller shapes.");
   }
-  const TensorView checked = with_dense_unused_strides(view, numel == 0);
+  const TensorView checked = with_harmless_strides(view, numel == 0);
   for (i = 0; i < checked.rank; ++i) {
     if (checked.stride[i] < 0) {
       refuse(name, "has stride " + std::to_string(checked.stride[i]) + " on axis " + std::to_string(i) +

@@ -52,7 +52,7 @@ class Checker {
   Checker(const RunOptions& options, Mode mode);
 
   // Checks dtype, rank, shape, strides, alignment and the null pointer without reading the memory. Returns the view with the strides
-  // of axes that hold at most one element made dense, since callers may leave anything there.
+  // that no element needs replaced by harmless ones, since callers may leave anything there.
   TensorView tensor(const char* name, const TensorView& view, std::uint32_t dtypes, std::initializer_list<Axis> axes, Role role);
   // The same for one of the batch's int32 tensors, whose memory is read in either mode.
   TensorView lengths(const char* name, const TensorView& view, std::initializer_list<Axis> axes);

@@ -1,0 +1,156 @@
+#include "world.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace openmsa::fuzz {
+namespace {
+
+template <typename T>
+T load(const std::byte* address) {
+  T value;
+  std::memcpy(&value, address, sizeof(T));
+  return value;
+}
+
+void store(std::byte* address, const auto& value) { std::memcpy(address, &value, sizeof(value)); }
+
+}  // namespace
+
+double Buffer::get(std::int64_t i) const {
+  const std::byte* address = bytes.data() + i * dtype_bytes(view.dtype);
+  switch (view.dtype) {
+    case DType::kF64: return load<double>(address);
+    case DType::kF32: return load<float>(address);
+    case DType::kBF16: return static_cast<float>(load<BFloat16>(address));
+    case DType::kF16: return static_cast<float>(load<Float16>(address));
+    case DType::kI32: return load<std::int32_t>(address);
+  }
+  return 0;
+}
+
+void Buffer::set(std::int64_t i, double value) {
+  std::byte* address = bytes.data() + i * dtype_bytes(view.dtype);
+  switch (view.dtype) {
+    case DType::kF64: return store(address, value);
+    case DType::kF32: return store(address, static_cast<float>(value));
+    case DType::kBF16: return store(address, BFloat16(static_cast<float>(value)));
+    case DType::kF16: return store(address, Float16(static_cast<float>(value)));
+    case DType::kI32: return store(address, static_cast<std::int32_t>(value));
+  }
+}
+
+void World::choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max_tokens) {
+  const std::int32_t num_seqs = input.range(0, max_seqs);
+  const bool with_starts = input.flag();
+  cu_seqlens_q = cu_seqlens_k = {0};
+  for (std::int32_t s = 0; s < num_seqs; ++s) {
+    const std::int32_t seqlen_k = input.range(0, max_tokens), seqlen_q = input.range(0, std::min(max_tokens, 24));
+    seqlens_k.push_back(seqlen_k);
+    cu_seqlens_q.push_back(cu_seqlens_q.back() + seqlen_q);
+    cu_seqlens_k.push_back(cu_seqlens_k.back() + seqlen_k);
+    if (with_starts) q_start.push_back(input.range(0, max_tokens + 20) - 10);
+  }
+  total_q = cu_seqlens_q.back();
+  total_k = cu_seqlens_k.back();
+  if (!paged) return;
+  const auto blocks = [&](std::int32_t tokens) { return (tokens + config.block_size - 1) / config.block_size; };
+  for (const std::int32_t seqlen : seqlens_k) max_pages = std::max<std::int64_t>(max_pages, blocks(seqlen));
+  max_pages += input.range(0, 1);
+  std::int32_t next = input.range(0, 2);
+  for (const std::int32_t seqlen : seqlens_k) {
+    for (std::int32_t b = 0; b < max_pages; ++b) page_table.push_back(b < blocks(seqlen) ? next++ : -7);
+  }
+  num_pages = next;
+  // Pages in any order: mirror the ids.
+  if (input.flag()) {
+    for (std::int32_t& page : page_table) page = page >= 0 ? next - 1 - page : page;
+  }
+}
+
+void World::allocate(std::uint64_t seed) {
+  const std::int64_t Hkv = config.num_kv_heads, D = config.head_dim, Di = config.index_dim, Bk = config.block_size;
+  q = Buffer(dtype, {total_q, config.num_q_heads, D});
+  q_idx = Buffer(dtype, {total_q, Hkv, Di});
+  k = paged ? Buffer(dtype, {num_pages, Hkv, Bk, D}) : Buffer(dtype, {total_k, Hkv, D});
+  v = paged ? Buffer(dtype, {num_pages, Hkv, Bk, D}) : Buffer(dtype, {total_k, Hkv, D});
+  k_idx = paged ? Buffer(dtype, {num_pages, Bk, Di}) : Buffer(dtype, {total_k, Di});
+  std::minstd_rand random(static_cast<std::uint32_t>(seed % 2147483646 + 1));
+  for (Buffer* buffer : {&q, &k, &v, &q_idx, &k_idx}) {
+    for (std::int64_t i = 0; i < buffer->view.numel(); ++i) buffer->set(i, static_cast<double>((random() >> 8) % 5) - 2);
+  }
+}
+
+Batch World::batch() const {
+  const auto num_seqs = static_cast<std::int64_t>(cu_seqlens_q.size()) - 1;
+  Batch batch;
+  batch.cu_seqlens_q = make_view(cu_seqlens_q.data(), {num_seqs + 1});
+  if (paged) {
+    batch.seqlens_k = make_view(seqlens_k.data(), {num_seqs});
+    batch.page_table = make_view(page_table.data(), {num_seqs, max_pages});
+  } else {
+    batch.cu_seqlens_k = make_view(cu_seqlens_k.data(), {num_seqs + 1});
+  }
+  if (!q_start.empty()) batch.q_start = make_view(q_start.data(), {num_seqs});
+  batch.max_seqlen_q = max_seqlen_q;
+  batch.max_seqlen_k = max_seqlen_k;
+  return batch;
+}
+
+std::int64_t World::score_width() const { return paged ? max_pages : (total_k + config.block_size - 1) / config.block_size; }
+
+World::Results World::results() const {
+  const std::int64_t Hq = config.num_q_heads, Hkv = config.num_kv_heads;
+  return {Buffer(DType::kF32, {total_q, Hkv, score_width()}), Buffer(DType::kI32, {total_q, Hkv, config.top_k}),
+          Buffer(dtype, {total_q, Hq, config.head_dim}), Buffer(DType::kF32, {total_q, Hq}),
+          Buffer(DType::kF32, {total_q, Hq, score_width()})};
+}
+
+// Outputs of a refused call must be as they were: still poison.
+bool World::block_scores(Results& results, const RunOptions& options) const {
+  const bool ran = runs([&] { openmsa::block_scores({config, batch(), q_idx.view, k_idx.view, results.scores.view, options}); });
+  require(ran || results.scores.untouched(), "a refused call writes nothing");
+  return ran;
+}
+
+bool World::select_blocks(const Buffer& scores, Results& results, const RunOptions& options) const {
+  const bool ran = runs([&] { openmsa::select_blocks({config, batch(), scores.view, results.block_ids.view, options}); });
+  require(ran || results.block_ids.untouched(), "a refused call writes nothing");
+  return ran;
+}
+
+bool World::index_select(Results& results, const RunOptions& options) const {
+  const bool ran = runs([&] { openmsa::index_select({config, batch(), q_idx.view, k_idx.view, results.block_ids.view, options}); });
+  require(ran || results.block_ids.untouched(), "a refused call writes nothing");
+  return ran;
+}
+
+bool World::sparse(void (*function)(const SparseAttentionArgs&), const Buffer& block_ids, Results& results,
+                   const RunOptions& options) const {
+  const bool ran = runs([&] {
+    function({config, batch(), q.view, k.view, v.view, block_ids.view, results.out.view, results.lse.view, options});
+  });
+  require(ran || (results.out.untouched() && results.lse.untouched()), "a refused call writes nothing");
+  return ran;
+}
+
+bool World::sparse_attention(const Buffer& block_ids, Results& results, const RunOptions& options) const {
+  return sparse(openmsa::sparse_attention, block_ids, results, options);
+}
+
+bool World::sparse_decode(const Buffer& block_ids, Results& results, const RunOptions& options) const {
+  return sparse(openmsa::sparse_decode, block_ids, results, options);
+}
+
+bool World::dense_attention(Results& results, const RunOptions& options) const {
+  const bool ran = runs([&] {
+    openmsa::dense_attention(
+        {config, batch(), q.view, k.view, v.view, results.out.view, results.lse.view, results.block_max.view, options});
+  });
+  require(ran || (results.out.untouched() && results.lse.untouched() && results.block_max.untouched()),
+          "a refused call writes nothing");
+  return ran;
+}
+
+}  // namespace openmsa::fuzz
