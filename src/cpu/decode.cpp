@@ -80,21 +80,29 @@ HWY_INLINE void softmax_row(float* HWY_RESTRICT row, std::int64_t num_keys, floa
   *sum_out = hn::GetLane(hn::SumOfLanes(kFloats, sum));
 }
 
-// Calls visit(first_key, count, column) for the tiles of at most kTileKeys visible keys in slots [slot_begin, slot_end); column counts
-// the keys before. Returns the number of keys.
+// Keys first .. first+count-1 of a block, which are columns column .. column+count-1 of S.
+struct KeyTile {
+  std::int64_t block, first, count, column;
+};
+
+// Calls visit(tile, next) for the tiles of at most kTileKeys visible keys in slots [slot_begin, slot_end); next has count 0 at the last
+// one. Returns the number of keys.
 template <class Visit>
 HWY_INLINE std::int64_t for_each_tile(const std::int32_t* ids, std::int64_t slot_begin, std::int64_t slot_end, std::int64_t block_size,
                                       std::int64_t num_visible, const Visit& visit) {
+  KeyTile tile{};
   std::int64_t column = 0;
   for (std::int64_t slot = slot_begin; slot < slot_end && ids[slot] >= 0; ++slot) {
     const std::int64_t block = ids[slot];
     const std::int64_t num_keys = std::clamp<std::int64_t>(num_visible - block * block_size, 0, block_size);
     for (std::int64_t first = 0; first < num_keys; first += kTileKeys) {
-      const std::int64_t count = std::min(kTileKeys, num_keys - first);
-      visit(block, first, count, column);
-      column += count;
+      const KeyTile next{block, first, std::min(kTileKeys, num_keys - first), column};
+      if (tile.count > 0) visit(tile, next);
+      tile = next;
+      column += next.count;
     }
   }
+  if (tile.count > 0) visit(tile, KeyTile{});
   return column;
 }
 
@@ -119,13 +127,24 @@ HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, 
     }
   }
 
-  const std::int64_t num_keys = for_each_tile(
-      ids, slot_begin, slot_end, block_size, num_visible,
-      [&](std::int64_t block, std::int64_t first, std::int64_t count, std::int64_t column) {
-        const std::byte* const keys = params.k.block(geo, seq, block, head) + first * params.k.stride_token;
-        turn_keys<kType>(keys, params.k.stride_token, count, dim, scratch.tile);
-        multiply<false>(group_size, scratch.q, dim, {scratch.tile, kTileLanes, dim * kTileLanes}, dim, ceil_div(count, kTileLanes),
-                        scratch.p + column, plan.stride_p);
+  const auto row_of = [&](const core::KeyBlocks& keys, const KeyTile& tile) {
+    return keys.block(geo, seq, tile.block, head) + tile.first * keys.stride_token;
+  };
+  const auto prefetch = [&](const core::KeyBlocks& keys, const KeyTile& tile) {
+    if (tile.count > 0) prefetch_rows(row_of(keys, tile), keys.stride_token, tile.count, dim * dtype_bytes(kType));
+  };
+  KeyTile first_tile{};
+  const std::int64_t num_keys =
+      for_each_tile(ids, slot_begin, slot_end, block_size, num_visible, [&](const KeyTile& tile, const KeyTile& next) {
+        if (tile.column == 0) first_tile = tile;
+        if (next.count > 0) {
+          prefetch(params.k, next);
+        } else {
+          prefetch(params.v, first_tile);
+        }
+        turn_keys<kType>(row_of(params.k, tile), params.k.stride_token, tile.count, dim, scratch.tile);
+        multiply<false>(group_size, scratch.q, dim, {scratch.tile, kTileLanes, dim * kTileLanes}, dim, ceil_div(tile.count, kTileLanes),
+                        scratch.p + tile.column, plan.stride_p);
       });
 
   float* const max = partials.max + split * group_size;
@@ -141,18 +160,18 @@ HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, 
     softmax_row(scratch.p + r * plan.stride_p, num_keys, scale_log2, max + r, sum + r);
   }
   std::fill(out, out + group_size * dim, 0.0f);
-  for_each_tile(ids, slot_begin, slot_end, block_size, num_visible,
-                [&](std::int64_t block, std::int64_t first, std::int64_t count, std::int64_t column) {
-                  const std::byte* const values = params.v.block(geo, seq, block, head) + first * params.v.stride_token;
-                  for (std::int64_t j = 0; j < count; ++j) {
-                    for (std::int64_t d = 0; d < dim; d += kTileLanes) {
-                      hn::Store(load_f32<kType>(kFloats, values + j * params.v.stride_token, static_cast<std::size_t>(d)), kFloats,
-                                scratch.tile + j * dim + d);
-                    }
-                  }
-                  multiply<true>(group_size, scratch.p + column, plan.stride_p, {scratch.tile, dim, kTileLanes}, count,
-                                 dim / kTileLanes, out, dim);
-                });
+  for_each_tile(ids, slot_begin, slot_end, block_size, num_visible, [&](const KeyTile& tile, const KeyTile& next) {
+    prefetch(params.v, next);
+    const std::byte* const values = row_of(params.v, tile);
+    for (std::int64_t j = 0; j < tile.count; ++j) {
+      for (std::int64_t d = 0; d < dim; d += kTileLanes) {
+        hn::Store(load_f32<kType>(kFloats, values + j * params.v.stride_token, static_cast<std::size_t>(d)), kFloats,
+                  scratch.tile + j * dim + d);
+      }
+    }
+    multiply<true>(group_size, scratch.p + tile.column, plan.stride_p, {scratch.tile, dim, kTileLanes}, tile.count, dim / kTileLanes, out,
+                   dim);
+  });
 }
 
 void decode_split(const core::SparseAttentionParams& params, const DecodePlan& plan, std::int64_t t, std::int64_t g, std::int64_t split,

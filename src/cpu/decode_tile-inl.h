@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "cpu/gemm-inl.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -35,30 +36,64 @@ HWY_INLINE hn::Vec<DU> load_key_parts(DU du, const std::byte* const* rows, std::
   }
 }
 
-// pack_rows for bf16, two dims travelling in one 32-bit word: 2 shuffles per vector of the pack instead of 13. A bf16 is the upper
-// half of its fp32, so a shift and a mask finish the conversion.
-HWY_INLINE void pack_bf16_rows(const std::byte* const* rows, std::int64_t dim, float* HWY_RESTRICT out) {
+// Transposes kLanes rows of num_words (a multiple of 4) 32-bit words: store(w, v) gets word w of every row, lane j from rows[j].
+// Named vectors rather than an array of 4: gcc 12 keeps such an array in memory, which costs a factor of 3.
+template <class Store>
+HWY_INLINE void transpose_words(const std::byte* const* rows, std::int64_t num_words, const Store& store) {
   const hn::Rebind<std::uint32_t, Floats> du;
   const hn::Repartition<std::uint64_t, Floats> du64;
-  const auto upper = hn::Set(du, 0xffff0000u);
-  const auto store_pair = [&](hn::Vec<decltype(du64)> words, std::int64_t d) {
-    const auto v = hn::BitCast(du, words);
-    hn::Store(hn::BitCast(kFloats, hn::ShiftLeft<16>(v)), kFloats, out + d * kTileLanes);
-    hn::Store(hn::BitCast(kFloats, hn::And(v, upper)), kFloats, out + (d + 1) * kTileLanes);
-  };
-  for (std::int64_t d = 0; d < dim; d += 8) {
-    const auto offset = static_cast<std::size_t>(d) * 2;
+  for (std::int64_t w = 0; w < num_words; w += 4) {
+    const auto offset = static_cast<std::size_t>(w) * 4;
     const auto a = load_key_parts(du, rows, offset), b = load_key_parts(du, rows + 1, offset);
     const auto c = load_key_parts(du, rows + 2, offset), e = load_key_parts(du, rows + 3, offset);
     const auto ab_lo = hn::BitCast(du64, hn::InterleaveLower(du, a, b)), ab_hi = hn::BitCast(du64, hn::InterleaveUpper(du, a, b));
     const auto ce_lo = hn::BitCast(du64, hn::InterleaveLower(du, c, e)), ce_hi = hn::BitCast(du64, hn::InterleaveUpper(du, c, e));
-    store_pair(hn::InterleaveLower(du64, ab_lo, ce_lo), d);
-    store_pair(hn::InterleaveUpper(du64, ab_lo, ce_lo), d + 2);
-    store_pair(hn::InterleaveLower(du64, ab_hi, ce_hi), d + 4);
-    store_pair(hn::InterleaveUpper(du64, ab_hi, ce_hi), d + 6);
+    store(w, hn::BitCast(du, hn::InterleaveLower(du64, ab_lo, ce_lo)));
+    store(w + 1, hn::BitCast(du, hn::InterleaveUpper(du64, ab_lo, ce_lo)));
+    store(w + 2, hn::BitCast(du, hn::InterleaveLower(du64, ab_hi, ce_hi)));
+    store(w + 3, hn::BitCast(du, hn::InterleaveUpper(du64, ab_hi, ce_hi)));
   }
 }
+
+// One pack, like pack_rows of gemm-inl.h. 16-bit dims are transposed in pairs, one 32-bit word each, and split afterwards, which
+// halves the shuffles.
+template <DType kType>
+HWY_INLINE void pack_keys(const std::byte* const* rows, std::int64_t dim, float* HWY_RESTRICT out) {
+  const hn::Rebind<std::uint32_t, Floats> du;
+  using Words = hn::Vec<decltype(du)>;
+  if constexpr (kType == DType::kF32) {
+    transpose_words(rows, dim, [&](std::int64_t w, Words v) { hn::Store(hn::BitCast(kFloats, v), kFloats, out + w * kTileLanes); });
+  } else {
+    transpose_words(rows, dim / 2, [&](std::int64_t w, Words v) {
+      float* const even = out + 2 * w * kTileLanes;
+      float* const odd = even + kTileLanes;
+      if constexpr (kType == DType::kBF16) {  // the upper half of its fp32
+        hn::Store(hn::BitCast(kFloats, hn::ShiftLeft<16>(v)), kFloats, even);
+        hn::Store(hn::BitCast(kFloats, hn::And(v, hn::Set(du, 0xffff0000u))), kFloats, odd);
+      } else {
+        const hn::Rebind<std::uint16_t, Floats> du16;
+        const hn::Rebind<hwy::float16_t, Floats> df16;
+        const auto low = hn::TruncateTo(du16, v), high = hn::TruncateTo(du16, hn::ShiftRight<16>(v));
+        hn::Store(hn::PromoteTo(kFloats, hn::BitCast(df16, low)), kFloats, even);
+        hn::Store(hn::PromoteTo(kFloats, hn::BitCast(df16, high)), kFloats, odd);
+      }
+    });
+  }
+}
+#else
+template <DType kType>
+HWY_INLINE void pack_keys(const std::byte* const* rows, std::int64_t dim, float* HWY_RESTRICT out) {
+  pack_rows<kType>(rows, static_cast<std::size_t>(dim), out);
+}
 #endif
+
+// Asks for rows to be in cache before the next tile reads them. A tile is read in bursts and at 16 addresses at once, which the
+// processor's own prefetchers do not follow.
+HWY_INLINE void prefetch_rows(const std::byte* rows, std::int64_t stride_bytes, std::int64_t num_rows, std::int64_t row_bytes) {
+  for (std::int64_t j = 0; j < num_rows; ++j) {
+    for (std::int64_t offset = 0; offset < row_bytes; offset += 64) hwy::Prefetch(rows + j * stride_bytes + offset);
+  }
+}
 
 // Turns keys 0 .. num_keys-1 (1..kTileKeys of them) into packs of kLanes keys, tile[pack][dim][kLanes]. Lanes past the last key, up
 // to a whole pack, repeat it: nothing past num_keys is read, and a maximum over the lanes is right without a mask.
@@ -68,13 +103,7 @@ HWY_INLINE void turn_keys(const std::byte* keys, std::int64_t stride_bytes, std:
   for (std::int64_t first = 0; first < num_keys; first += kTileLanes) {
     const std::byte* rows[kLanes];
     for (std::int64_t j = 0; j < kTileLanes; ++j) rows[j] = keys + std::min(first + j, num_keys - 1) * stride_bytes;
-#if HWY_TARGET != HWY_SCALAR
-    if constexpr (kType == DType::kBF16) {
-      pack_bf16_rows(rows, dim, tile + first * dim);
-      continue;
-    }
-#endif
-    pack_rows<kType>(rows, static_cast<std::size_t>(dim), tile + first * dim);
+    pack_keys<kType>(rows, dim, tile + first * dim);
   }
 }
 

@@ -86,8 +86,14 @@ HWY_INLINE void score_few_of_type(const ScoreInputs& inputs, std::int32_t seq, s
   for (std::int64_t b = block_begin; b < block_end; ++b) {
     const std::int64_t num_keys = visible_in_block(token_end - 1, b);  // later tokens see more
     const std::byte* const keys = num_keys > 0 ? inputs.k_idx.block(geo, seq, b, 0) : nullptr;
+    const std::int64_t num_next_keys = b + 1 < block_end ? visible_in_block(token_end - 1, b + 1) : 0;
+    const std::byte* const next_keys = num_next_keys > 0 ? inputs.k_idx.block(geo, seq, b + 1, 0) : nullptr;
     for (std::int64_t first = 0; first < num_keys; first += kTileKeys) {
       const std::int64_t count = std::min(num_keys - first, kTileKeys);
+      const std::int64_t ahead = first + kTileKeys;
+      const bool same_block = ahead < num_keys;
+      prefetch_rows(same_block ? keys + ahead * inputs.k_idx.stride_token : next_keys, inputs.k_idx.stride_token,
+                    std::min(same_block ? num_keys - ahead : num_next_keys, kTileKeys), dim * dtype_bytes(kType));
       turn_keys<kType>(keys + first * inputs.k_idx.stride_token, inputs.k_idx.stride_token, count, dim, parts.tile);
       const Columns columns{parts.tile, kTileLanes, dim * kTileLanes};
       multiply<false>(num_rows, parts.q, dim, columns, dim, ceil_div(count, kTileLanes), parts.products + first, block_size);
