@@ -23,7 +23,7 @@ namespace openmsa::cpu {
 
 // Rows whose packed index queries take about 256 KiB, a quarter of a server core's L2; a multiple of kMaxPanelRows.
 constexpr std::int64_t score_tile_rows(std::int32_t index_dim) {
-  return std::max<std::int64_t>(48, 65536 / index_dim / 48 * 48);
+  return std::max<std::int64_t>(48, std::int64_t{65536} / index_dim / 48 * 48);
 }
 
 struct ScoreScratch {

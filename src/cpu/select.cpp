@@ -68,7 +68,7 @@ HWY_INLINE float lower_bound_of_rank(const float* HWY_RESTRICT scores, std::int6
   const std::int64_t lanes = static_cast<std::int64_t>(hn::Lanes(df));
   constexpr std::int64_t kMaxVectors = 8;
   // About two groups per wanted block: fewer groups let more scores through pass 2, more groups cost more here.
-  const std::int64_t num_vectors = std::clamp<std::int64_t>((2 * rank + lanes - 1) / lanes, 1, kMaxVectors);
+  const std::int64_t num_vectors = std::clamp<std::int64_t>((2 * std::int64_t{rank} + lanes - 1) / lanes, 1, kMaxVectors);
   const std::int64_t num_groups = num_vectors * lanes;
   constexpr float kLowest = -std::numeric_limits<float>::infinity();
   if (rank > num_groups || num_scores < 2 * num_groups) return kLowest;
