@@ -94,7 +94,7 @@ TEST(ApiDispatch, Float64IsForTheReferenceAlone) {
 TEST(ApiDispatch, OptionalResultsMayBeLeftOut) {
   for (const Backend backend : {Backend::kReference, Backend::kCpu}) {
     Calls calls;
-    calls.sparse.lse = calls.dense.lse = calls.dense.block_max = {};
+    calls.sparse.lse = calls.decode.lse = calls.dense.lse = calls.dense.block_max = {};
     for (const Calls::Call& call : calls.all()) {
       call.options->backend = backend;
       EXPECT_NO_THROW(call.run()) << call.name;
