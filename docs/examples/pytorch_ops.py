@@ -1,8 +1,7 @@
 """One MSA layer from PyTorch: a prompt of 4,096 tokens, then decoding over a paged cache, each held against what it must equal."""
 
-import torch
-
 import openmsa
+import torch
 
 torch.manual_seed(0)
 # 8 query heads in 2 GQA groups; each query token keeps 8 of the 32 blocks of 128 tokens, separately per group.

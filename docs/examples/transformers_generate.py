@@ -2,10 +2,9 @@
 
 import sys
 
+import openmsa.hf
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-import openmsa.hf
 
 torch.manual_seed(0)
 if len(sys.argv) > 1:
@@ -29,7 +28,7 @@ assert torch.equal(written, in_chunks), "reading the prompt in chunks gives the 
 # Did the sparse layers really run sparse, and were there blocks to leave out? Raises if not.
 openmsa.hf.assert_sparse(sparse, dropped=True)
 for layer, stats in openmsa.hf.msa_stats(sparse).items():
-    print(f"layer {layer}: {stats.sparse_queries} sparse and {stats.dense_queries} dense queries, {stats.dropped_queries} left blocks unread")
+    print(f"layer {layer}: {stats.sparse_queries} sparse queries, {stats.dense_queries} dense; {stats.dropped_queries} left blocks unread")
 
 # How good is the choice? Block recall: how many of the blocks that dense attention looks at most were chosen; score recall: what
 # share of their attention. And what is it worth: how far the two models' predictions are apart.

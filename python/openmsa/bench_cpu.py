@@ -7,6 +7,7 @@ FLOPs that the mask and the selection leave are counted. PyTorch's layout change
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -15,13 +16,15 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import openmsa
 
 SECTIONS = ("prefill", "rates", "decode", "memory")
+WEIGHTS = {"prefill": 40, "rates": 20, "decode": 5, "memory": 30}  # of the progress bar; prefill and rates per dtype
 
 # Bars and stretch goals of the project; docs/guide.md repeats them.
 PREFILL_BAR, PREFILL_EXCELLENT = 5.5, 8.0      # times faster than dense
@@ -212,43 +215,46 @@ def causal_dense_calls(layer: Layer) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def bench_prefill(options: Options, report: Report) -> list[dict[str, Any]]:
-    config, num_tokens = prefill_config(), options.prefill_tokens
-    rows = []
-    for dtype in options.dtypes:
-        report(f"prefill {short_name(dtype)}: choosing PyTorch's fastest form", 0)
-        # The choice is made at a length where a run takes a second; it also warms everything up.
-        probe = make_layer(config, min(4096, num_tokens), min(4096, num_tokens), dtype, options.seed, clustered=False)
-        probe_calls = causal_dense_calls(probe)
-        form = fastest(probe_calls, 3)
-        probe_time = statistics.median(timed(probe_calls[form]) for _ in range(3))
-        openmsa.msa_attention(probe.q, probe.k, probe.v, probe.q_idx["random"], probe.k_idx, config=config)
-        projected = probe_time * (num_tokens / probe.q.shape[0]) ** 2
-        del probe_calls
+    return [row for dtype in options.dtypes for row in bench_prefill_of(dtype, options, report)]
 
-        layer = make_layer(config, num_tokens, num_tokens, dtype, options.seed + 1, clustered=True)
-        calls: dict[str, Callable[[], Any]] = {}
-        for kind, q_idx in layer.q_idx.items():
-            calls[kind] = lambda q_idx=q_idx: openmsa.msa_attention(layer.q, layer.k, layer.v, q_idx, layer.k_idx, config=config)
-        dense_calls = causal_dense_calls(layer)
-        skip_dense = projected > LONGEST_DENSE_SECONDS
-        if not skip_dense:
-            calls["dense"] = dense_calls[form]
-        report(f"prefill {short_name(dtype)}: {num_tokens:,} tokens, dense and MSA in turn", 0)
-        times = in_turn(calls, options.repeats, report, 40)
-        dense = None if skip_dense else statistics.median(times["dense"])
-        for kind, q_idx in layer.q_idx.items():
-            ours = statistics.median(times[kind])
-            out, block_ids = openmsa.msa_attention(layer.q, layer.k, layer.v, q_idx, layer.k_idx, config=config,
-                                                   return_block_ids=True)
-            details = {"ours_s": ours, "theirs_s": dense, "theirs_form": form, "times_ours_s": times[kind],
-                       "times_theirs_s": times.get("dense"), "neighbour_union_4": neighbour_union(block_ids),
-                       "sampled_error": worst_sampled_error(layer, config, block_ids, out)}
-            if skip_dense:
-                details["reason"] = (f"PyTorch's {short_name(dtype)} attention would take about {projected:.0f} s a pass here "
-                                     f"(projected from {probe.q.shape[0]:,} tokens); ours took {ours:.2f} s")
-            rows.append(make_row(f"prefill_{short_name(dtype)}_{kind}",
-                                 f"prefill of {num_tokens:,} tokens, {short_name(dtype)}, {kind} selection: times faster than dense",
-                                 "x", PREFILL_BAR, PREFILL_EXCELLENT, None if skip_dense else dense / ours, options, **details))
+
+def bench_prefill_of(dtype: torch.dtype, options: Options, report: Report) -> list[dict[str, Any]]:
+    config, num_tokens = prefill_config(), options.prefill_tokens
+    report(f"prefill {short_name(dtype)}: choosing PyTorch's fastest form", 0)
+    # The choice is made at a length where a run takes a second; it also warms everything up.
+    probe = make_layer(config, min(4096, num_tokens), min(4096, num_tokens), dtype, options.seed, clustered=False)
+    probe_calls = causal_dense_calls(probe)
+    form = fastest(probe_calls, 3)
+    probe_time = statistics.median(timed(probe_calls[form]) for _ in range(3))
+    openmsa.msa_attention(probe.q, probe.k, probe.v, probe.q_idx["random"], probe.k_idx, config=config)
+    projected = probe_time * (num_tokens / probe.q.shape[0]) ** 2
+    skip_dense = projected > LONGEST_DENSE_SECONDS
+    del probe_calls
+
+    layer = make_layer(config, num_tokens, num_tokens, dtype, options.seed + 1, clustered=True)
+
+    def pipeline(kind: str, **extras: bool) -> Any:
+        return openmsa.msa_attention(layer.q, layer.k, layer.v, layer.q_idx[kind], layer.k_idx, config=config, **extras)
+
+    calls: dict[str, Callable[[], Any]] = {kind: functools.partial(pipeline, kind) for kind in layer.q_idx}
+    if not skip_dense:
+        calls["dense"] = causal_dense_calls(layer)[form]
+    report(f"prefill {short_name(dtype)}: {num_tokens:,} tokens, dense and MSA in turn", 0)
+    times = in_turn(calls, options.repeats, report, WEIGHTS["prefill"])
+    dense = None if skip_dense else statistics.median(times["dense"])
+    rows = []
+    for kind in layer.q_idx:
+        ours = statistics.median(times[kind])
+        out, block_ids = pipeline(kind, return_block_ids=True)
+        details = {"ours_s": ours, "theirs_s": dense, "theirs_form": form, "times_ours_s": times[kind],
+                   "times_theirs_s": times.get("dense"), "neighbour_union_4": neighbour_union(block_ids),
+                   "sampled_error": worst_sampled_error(layer, config, block_ids, out)}
+        if skip_dense:
+            details["reason"] = (f"PyTorch's {short_name(dtype)} attention would take about {projected:,.0f} s a pass here "
+                                 f"(projected from {probe.q.shape[0]:,} tokens); ours took {ours:.2f} s")
+        rows.append(make_row(f"prefill_{short_name(dtype)}_{kind}",
+                             f"prefill of {num_tokens:,} tokens, {short_name(dtype)}, {kind} selection: times faster than dense",
+                             "x", PREFILL_BAR, PREFILL_EXCELLENT, None if skip_dense else dense / ours, options, **details))
     return rows
 
 
@@ -267,12 +273,11 @@ def matmul_calls(seed: int) -> tuple[dict[str, Callable[[], torch.Tensor]], dict
 
 
 def bench_rates(options: Options, report: Report) -> list[dict[str, Any]]:
-    config, num_tokens = prefill_config(), options.prefill_tokens
     report("rates: choosing PyTorch's fastest matmul shape", 0)
     candidates, flops_of = matmul_calls(options.seed)
     for call in candidates.values():
         call()
-    probe = in_turn(candidates, 5, report, 2)
+    probe = in_turn(candidates, 5, lambda *_: None, 0)
     shape = max(candidates, key=lambda name: flops_of[name] / statistics.median(probe[name]))
     inner = max(1, round(0.5 / min(probe[shape])))  # about half a second a sample, so that it sees the clocks we see
 
@@ -280,29 +285,37 @@ def bench_rates(options: Options, report: Report) -> list[dict[str, Any]]:
         for _ in range(inner):
             candidates[shape]()
 
-    rows = []
-    for dtype in options.dtypes:
-        layer = make_layer(config, num_tokens, num_tokens, dtype, options.seed + 2, clustered=True)
-        batch = openmsa.Batch.single(num_tokens)
-        calls: dict[str, Callable[[], Any]] = {"matmul": matmul}
-        flops = {"matmul": inner * flops_of[shape]}
-        visible_pairs = num_tokens * (num_tokens + 1) // 2
-        calls["score"] = lambda: openmsa.block_scores(layer.q_idx["random"], layer.k_idx, batch, config)
-        flops["score"] = 2.0 * config.num_kv_heads * config.index_dim * visible_pairs
-        for kind, q_idx in layer.q_idx.items():
-            ids = openmsa.index_select(q_idx, layer.k_idx, batch, config)
-            calls[f"attend {kind}"] = lambda ids=ids: openmsa.sparse_attention(layer.q, layer.k, layer.v, ids, batch, config)
-            flops[f"attend {kind}"] = 4.0 * config.group_size * config.head_dim * selected_pairs(ids, config.block_size)
-        report(f"rates {short_name(dtype)}: {num_tokens:,} tokens, matmul, score and attend in turn", 0)
-        times = in_turn(calls, options.repeats, report, 20)
-        rates = {name: flops[name] / statistics.median(times[name]) / 1e9 for name in calls}
-        for name in list(calls)[1:]:
-            rows.append(make_row(f"rate_{name.replace(' ', '_')}_{short_name(dtype)}",
-                                 f"{name}, {short_name(dtype)}: FLOP rate against PyTorch's f32 matmul", "%", RATE_BAR,
-                                 RATE_EXCELLENT, 100 * rates[name] / rates["matmul"], options, ours_gflops=rates[name],
-                                 theirs_gflops=rates["matmul"], theirs_form=f"torch.mm {shape}", times_ours_s=times[name],
-                                 times_theirs_s=[t / inner for t in times["matmul"]]))
-    return rows
+    yardstick = (shape, matmul, inner, flops_of[shape])
+    return [row for dtype in options.dtypes for row in bench_rates_of(dtype, yardstick, options, report)]
+
+
+def bench_rates_of(dtype: torch.dtype, yardstick: tuple[str, Callable[[], None], int, float], options: Options,
+                   report: Report) -> list[dict[str, Any]]:
+    shape, matmul, inner, matmul_flops = yardstick
+    config, num_tokens = prefill_config(), options.prefill_tokens
+    layer = make_layer(config, num_tokens, num_tokens, dtype, options.seed + 2, clustered=True)
+    batch = openmsa.Batch.single(num_tokens)
+
+    def attend(block_ids: torch.Tensor) -> torch.Tensor:
+        return openmsa.sparse_attention(layer.q, layer.k, layer.v, block_ids, batch, config)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "matmul": matmul, "score": lambda: openmsa.block_scores(layer.q_idx["random"], layer.k_idx, batch, config)}
+    visible_pairs = num_tokens * (num_tokens + 1) // 2
+    flops = {"matmul": inner * matmul_flops, "score": 2.0 * config.num_kv_heads * config.index_dim * visible_pairs}
+    for kind, q_idx in layer.q_idx.items():
+        ids = openmsa.index_select(q_idx, layer.k_idx, batch, config)
+        calls[f"attend {kind}"] = functools.partial(attend, ids)
+        flops[f"attend {kind}"] = 4.0 * config.group_size * config.head_dim * selected_pairs(ids, config.block_size)
+    report(f"rates {short_name(dtype)}: {num_tokens:,} tokens, matmul, score and attend in turn", 0)
+    times = in_turn(calls, options.repeats, report, WEIGHTS["rates"])
+    rates = {name: flops[name] / statistics.median(times[name]) / 1e9 for name in calls}
+    return [make_row(f"rate_{name.replace(' ', '_')}_{short_name(dtype)}",
+                     f"{name}, {short_name(dtype)}: FLOP rate against PyTorch's f32 matmul", "%", RATE_BAR, RATE_EXCELLENT,
+                     100 * rates[name] / rates["matmul"], options, ours_gflops=rates[name], theirs_gflops=rates["matmul"],
+                     theirs_form=f"torch.mm {shape}", times_ours_s=times[name],
+                     times_theirs_s=[t / inner for t in times["matmul"]])
+            for name in list(calls)[1:]]
 
 
 def bench_decode(options: Options, report: Report) -> list[dict[str, Any]]:
@@ -324,7 +337,7 @@ def bench_decode(options: Options, report: Report) -> list[dict[str, Any]]:
 
     ours()
     report(f"decode: {num_keys:,} tokens, dense and MSA in turn", 0)
-    times = in_turn({"dense": dense[form], "ours": ours}, max(options.repeats, 15), report, 5)
+    times = in_turn({"dense": dense[form], "ours": ours}, max(options.repeats, 15), report, WEIGHTS["decode"])
     mine, theirs = statistics.median(times["ours"]), statistics.median(times["dense"])
     out, ids = openmsa.msa_attention(layer.q, layer.k, layer.v, q_idx, layer.k_idx, batch, config, return_block_ids=True)
     read_bytes = 2 * (num_keys * config.index_dim + 2 * config.num_kv_heads * config.top_k * config.block_size * config.head_dim)
@@ -383,7 +396,7 @@ def bench_memory(options: Options, report: Report) -> list[dict[str, Any]]:
     if child.returncode != 0:
         raise RuntimeError(f"the memory measurement failed: {child.stderr.strip().splitlines()[-1:]}")
     measured = json.loads(child.stdout.splitlines()[-1])
-    report("", 30)
+    report("", WEIGHTS["memory"])
     return [make_row("memory_index_select", what, "MiB", MEMORY_BAR_MIB, None, measured["resident_extra_bytes"] / 2**20, options,
                      lower_is_better=True, ours_s=measured["seconds"], output_bytes=measured["output_bytes"])]
 
@@ -423,19 +436,18 @@ def machine_facts() -> dict[str, Any]:
     except OSError:
         commit = None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "cpu": model, "cores": cores,
+    return {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "cpu": model, "cores": cores,
             "threads": torch.get_num_threads(), "simd_target": openmsa._core.simd_target(),
             "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__,
             "openmsa": openmsa.__version__, "git_commit": commit}
 
 
 RUNNERS = {"prefill": bench_prefill, "rates": bench_rates, "decode": bench_decode, "memory": bench_memory}
-WEIGHTS = {"prefill": 40, "rates": 20, "decode": 5, "memory": 30}  # of the progress bar; prefill and rates per dtype
 
 
 def total_weight(options: Options) -> float:
     per_dtype = {"prefill", "rates"}
-    return sum(WEIGHTS[s] * (len(options.dtypes) if s in per_dtype else 1) for s in options.sections) + 2
+    return sum(WEIGHTS[s] * (len(options.dtypes) if s in per_dtype else 1) for s in options.sections)
 
 
 def run_bench(options: Options, report: Report) -> dict[str, Any]:

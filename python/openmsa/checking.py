@@ -7,7 +7,8 @@ slow: the first and the last tokens of each sequence, block borders, and random 
 import dataclasses
 import math
 import random
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -278,16 +279,16 @@ def _check_layout(case: Case, layout: Layout, oracles: list[Oracle], scores: lis
 
     def attention_rows(stage: str, out: torch.Tensor, lse: torch.Tensor, expected: list[Any], block_ids: torch.Tensor | None,
                        rows_of: Callable[[Oracle], slice]) -> Iterator[Row]:
-        error = max((largest(difference(out[rows_of(o)], e[0])) for o, e in zip(oracles, expected)), default=0.0)
+        error = max((largest(difference(out[rows_of(o)], e[0])) for o, e in zip(oracles, expected, strict=True)), default=0.0)
         plain = max((o.plain_error(e[0], None if block_ids is None else block_ids[o.queries], dtype)
-                     for o, e in zip(oracles, expected)), default=0.0)
+                     for o, e in zip(oracles, expected, strict=True)), default=0.0)
         yield row(stage, "out: error <= 2 x plain PyTorch + absolute", error, 2 * plain + ABSOLUTE_TERM[dtype])
-        error = max((largest(difference(lse[rows_of(o)], e[1])) for o, e in zip(oracles, expected)), default=0.0)
+        error = max((largest(difference(lse[rows_of(o)], e[1])) for o, e in zip(oracles, expected, strict=True)), default=0.0)
         yield row(stage, "lse: error", error, LSE_TOLERANCE)
 
     got = openmsa.block_scores(case.q_idx, layout.k_idx, batch, config, **run)
     excess = 0.0
-    for oracle, expected in zip(oracles, scores):
+    for oracle, expected in zip(oracles, scores, strict=True):
         part = got[oracle.queries, :, :expected.shape[-1]]
         excess = max(excess, largest(difference(part, expected) - oracle.score_bound()))
     yield row("block_scores", "error beyond the fp32 bound", excess, 0)
@@ -297,7 +298,7 @@ def _check_layout(case: Case, layout: Layout, oracles: list[Oracle], scores: lis
     yield row("select_blocks", "lists that differ from the oracle's", (ids != expected_ids).any(dim=-1).sum().item(), 0)
 
     ids = openmsa.index_select(case.q_idx, layout.k_idx, batch, config, **run)
-    fault = max((selection_fault(ids[o.queries], o, s, config) for o, s in zip(oracles, scores)), default=0.0)
+    fault = max((selection_fault(ids[o.queries], o, s, config) for o, s in zip(oracles, scores, strict=True)), default=0.0)
     yield row("index_select", "wrong choice beyond the bound 2e", fault, 0)
 
     sparse = [oracle.sparse(ids[oracle.queries]) for oracle in oracles]
@@ -311,7 +312,7 @@ def _check_layout(case: Case, layout: Layout, oracles: list[Oracle], scores: lis
                                                   return_block_max=True, **run)
     yield from attention_rows("dense_attention", out, lse, dense, None, lambda o: o.queries)
     excess = 0.0
-    for oracle, expected in zip(oracles, dense):
+    for oracle, expected in zip(oracles, dense, strict=True):
         part = block_max[oracle.queries, :, :expected[2].shape[-1]]
         bound = config.effective_softmax_scale * config.head_dim * 2.0**-23 * oracle.q.norm(dim=-1, keepdim=True) * (
             oracle.k.norm(dim=-1).max() if oracle.k.numel() else 0.0)

@@ -58,7 +58,9 @@ def render_page(picture: SelectionPicture) -> str:
     for layer in picture.layers:
         shown = thinned(layer)
         num_rows, num_groups, top_k = shown.block_ids.shape
-        layers.append({"name": layer.name, "rows": num_rows, "all_rows": int(layer.positions.shape[0]), "groups": num_groups,
+        # Whoever recorded the selection may have thinned it already.
+        span = int(shown.positions[-1] - shown.positions[0]) + 1 if num_rows else 0
+        layers.append({"name": layer.name, "rows": num_rows, "all_rows": max(span, layer.positions.shape[0]), "groups": num_groups,
                        "top_k": top_k, "positions": _encoded(shown.positions), "ids": _encoded(shown.block_ids)})
     data = {"title": picture.title, "block_size": picture.block_size, "num_keys": picture.num_keys,
             "num_blocks": picture.num_blocks, "layers": layers, "tokens": picture.tokens}

@@ -58,6 +58,6 @@ def draw_selection(picture: SelectionPicture, path: str | pathlib.Path, max_laye
         title += f" ({len(layers)} of {len(picture.layers)} layers)"
     figure.suptitle(title, fontsize=12)
     names = ("not visible yet", "not chosen", "chosen", "own block")
-    figure.legend(handles=[Patch(facecolor=c, edgecolor="#888", label=n) for c, n in zip(COLOURS, names)],
+    figure.legend(handles=[Patch(facecolor=c, edgecolor="#888", label=n) for c, n in zip(COLOURS, names, strict=True)],
                   loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def default_json_path() -> str:
     """Inside a checkout the results folder, elsewhere the current folder."""
-    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H%M%SZ")
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M%SZ")
     folder = pathlib.Path("bench/results") if pathlib.Path("bench").is_dir() else pathlib.Path()
     return str(folder / f"cpu-{stamp}.json")
 

@@ -4,8 +4,19 @@ import argparse
 import dataclasses
 import sys
 
-from .common import (EXIT_FAILED, EXIT_OK, BadInputError, add_config_arguments, comma_ints, config_from, emit_json, print_table,
-                     progress, torch_dtype, wants_tables)
+from .common import (
+    EXIT_FAILED,
+    EXIT_OK,
+    BadInputError,
+    add_config_arguments,
+    comma_ints,
+    config_from,
+    emit_json,
+    print_table,
+    progress,
+    torch_dtype,
+    wants_tables,
+)
 
 HELP = "Check all available backends against the fp64 oracle on your shapes, by the rules of docs/numerics.md."
 EXAMPLES = """\

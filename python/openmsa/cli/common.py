@@ -7,7 +7,8 @@ import math
 import pathlib
 import re
 import sys
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
@@ -105,7 +106,7 @@ def _print_plain_table(title: str, columns: list[str], rows: list[list[str]], ri
     lines.insert(1, ["-" * width for width in widths])
     print(title)
     for line in lines:
-        cells = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths))]
+        cells = [cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))]
         print(("  " + "  ".join(cells)).rstrip())
     print()
 

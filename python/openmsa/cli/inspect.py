@@ -19,12 +19,14 @@ positions [T], block_size, num_keys. Without positions the T query tokens are ta
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help=".npz or .safetensors file of block ids, or a model (folder, .gguf, hub name)")
+    parser.add_argument("source", metavar="SOURCE",
+                        help=".npz or .safetensors file of block ids, or a model (folder, .gguf, hub name)")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="for a model: the text it reads")
     text.add_argument("--text-file", metavar="PATH", help="for a model: the file it reads; - is standard input")
     parser.add_argument("--max-tokens", type=int, default=4096, metavar="N", help="for a model: read at most N tokens")
-    parser.add_argument("--layers", type=comma_ints, metavar="N,N,...", help="layers to show (default: all in the page, up to 6 in the PNG)")
+    parser.add_argument("--layers", type=comma_ints, metavar="N,N,...",
+                        help="layers to show (default: all in the page, up to 6 in the PNG)")
     parser.add_argument("-o", "--output", metavar="STEM", help="where to write, without .png and .html (default: next to a file, "
                         "else ./selection)")
     parser.add_argument("--format", choices=("both", "png", "html"), default="both", help="which of the two to write")

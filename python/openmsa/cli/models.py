@@ -1,7 +1,9 @@
 """Loading a language model for `generate` and `inspect`: a folder, a GGUF file, or a name on the Hugging Face hub."""
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import pathlib
 import sys
 
@@ -43,14 +45,18 @@ def load_model(name: str, args: argparse.Namespace):
         if importlib.util.find_spec("gguf") is None:
             raise BadInputError("reading a GGUF file needs gguf, which is not installed; install it with: pip install 'openmsa[hf]'")
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if not sys.stderr.isatty() or args.quiet:
+    silent = args.quiet or not sys.stderr.isatty()
+    if silent:
         transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     import openmsa.hf  # makes saved MSA models loadable
 
+    # The GGUF reader draws its bar whatever transformers' setting says.
+    quiet = contextlib.redirect_stderr(io.StringIO()) if silent else contextlib.nullcontext()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch_dtype(args.dtype))
+        with quiet:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+            model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch_dtype(args.dtype))
     except (OSError, ValueError) as error:
         if isinstance(error, openmsa.Error):
             raise
