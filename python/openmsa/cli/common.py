@@ -91,7 +91,9 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], right: tu
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
+        # Names stay whole on narrow terminals; sentences wrap.
+        is_short = max(len(_STYLE.sub("", row[index])) for row in [columns, *rows]) <= 22
+        table.add_column(column, justify="right" if index in right else "left", overflow="fold", no_wrap=is_short)
     for row in rows:
         table.add_row(*row)
     Console(highlight=False).print(table)

@@ -141,7 +141,10 @@ def picture_from_model(args: argparse.Namespace):
     for layer in chosen:
         selection = recorder.selections[layer][0]
         layers.append(LayerSelection(f"layer {layer}", selection.positions.numpy(), selection.block_ids.numpy()))
-    block_size = model.config.msa_options.block_size if hasattr(model.config, "msa_options") else args.block_size
+    text_config = model.config.get_text_config()
+    # A converted Llama carries our options; MiniMax-M3 has a name of its own for the block size.
+    is_llama = hasattr(text_config, "msa_options")
+    block_size = text_config.msa_options.block_size if is_llama else text_config.index_block_size
     tokens = [tokenizer.decode([token]) for token in ids[0].tolist()]
     return SelectionPicture(title=f"Blocks chosen by {pathlib.Path(args.source).name}", block_size=block_size, num_keys=ids.shape[1],
                             layers=layers, tokens=tokens)
