@@ -95,6 +95,15 @@ void py_index_select(nb::handle q_idx, nb::handle k_idx, nb::handle block_ids, O
   index_select(args);
 }
 
+std::size_t py_index_select_workspace(nb::handle q_idx, nb::handle k_idx, nb::handle block_ids, OPENMSA_CALL_PARAMETERS) {
+  IndexSelectArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.q_idx = view_of(q_idx, "q_idx");
+  args.k_idx = view_of(k_idx, "k_idx");
+  args.block_ids = view_of(block_ids, "block_ids");
+  return workspace_bytes(args);
+}
+
 void py_sparse_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle block_ids, nb::handle out, nb::handle lse,
                          bool decode, OPENMSA_CALL_PARAMETERS) {
   SparseAttentionArgs args;
@@ -180,6 +189,8 @@ NB_MODULE(_core, module) {
   module.def("block_scores", &py_block_scores, "q_idx"_a, "k_idx"_a, "scores"_a, OPENMSA_CALL_NAMES, "Writes scores.");
   module.def("select_blocks", &py_select_blocks, "scores"_a, "block_ids"_a, OPENMSA_CALL_NAMES, "Writes block_ids.");
   module.def("index_select", &py_index_select, "q_idx"_a, "k_idx"_a, "block_ids"_a, OPENMSA_CALL_NAMES, "Writes block_ids.");
+  module.def("index_select_workspace_bytes", &py_index_select_workspace, "q_idx"_a, "k_idx"_a, "block_ids"_a, OPENMSA_CALL_NAMES,
+             "Bytes of scratch that index_select takes; for `openmsa bench`.");
   module.def("sparse_attention", &py_sparse_attention, "q"_a, "k"_a, "v"_a, "block_ids"_a, "out"_a, "lse"_a.none(), "decode"_a,
              OPENMSA_CALL_NAMES, "Writes out and lse; with decode, by the path for few query tokens.");
   module.def("dense_attention", &py_dense_attention, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(), "block_max"_a.none(),

@@ -28,6 +28,12 @@ def index_select(
     q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
     backend: str, num_threads: int, trust_indices: bool,
 ) -> None: ...
+def index_select_workspace_bytes(
+    q_idx: _Array, k_idx: _Array, block_ids: _Array,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> int: ...
 def sparse_attention(
     q: _Array, k: _Array, v: _Array, block_ids: _Array, out: _Array, lse: _Array | None, decode: bool,
     cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,

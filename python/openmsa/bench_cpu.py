@@ -362,8 +362,11 @@ def memory_child(num_tokens: int, threads: int, seed: int) -> None:
     block_ids = openmsa.index_select(q_idx, k_idx, batch, config)
     seconds = time.perf_counter() - start
     output_bytes = block_ids.numel() * block_ids.element_size()
+    planned = openmsa._core.index_select_workspace_bytes(
+        q_idx, k_idx, block_ids, batch.cu_seqlens_q, batch.cu_seqlens_k, None, None, None, batch.max_seqlen_q, batch.max_seqlen_k,
+        config._sizes, None, "cpu", threads, False)
     print(json.dumps({"resident_extra_bytes": peak_resident() - before - output_bytes, "output_bytes": output_bytes,
-                      "seconds": seconds}))
+                      "workspace_bytes": planned, "seconds": seconds}))
 
 
 def resident_field(name: str) -> int:
@@ -398,7 +401,8 @@ def bench_memory(options: Options, report: Report) -> list[dict[str, Any]]:
     measured = json.loads(child.stdout.splitlines()[-1])
     report("", WEIGHTS["memory"])
     return [make_row("memory_index_select", what, "MiB", MEMORY_BAR_MIB, None, measured["resident_extra_bytes"] / 2**20, options,
-                     lower_is_better=True, ours_s=measured["seconds"], output_bytes=measured["output_bytes"])]
+                     lower_is_better=True, ours_s=measured["seconds"], output_bytes=measured["output_bytes"],
+                     workspace_bytes=measured["workspace_bytes"])]
 
 
 # --- SIMD targets ------------------------------------------------------------------------------------------------------------

@@ -58,8 +58,11 @@ def format_details(row: dict) -> str:
     if "theirs_gflops" in row:
         return f"{row['ours_gflops']:.0f} of {row['theirs_gflops']:.0f} GFLOP/s ({row['theirs_form']})"
     if "theirs_s" in row:
-        return f"{row['ours_s'] * 1e3:,.1f} ms against {row['theirs_s'] * 1e3:,.1f} ms ({row['theirs_form']})"
-    return f"{row['ours_s']:.1f} s"
+        text = f"{row['ours_s'] * 1e3:,.1f} ms against {row['theirs_s'] * 1e3:,.1f} ms ({row['theirs_form']})"
+        if "neighbour_union_4" in row:
+            text += f"; 4 neighbours choose {row['neighbour_union_4']:.2f}x the blocks of one"
+        return text
+    return f"{row['workspace_bytes'] / 2**20:.1f} MiB of it the planned scratch; took {row['ours_s']:.1f} s"
 
 
 COLOURS = {"excellent": "[bold green]", "met": "[green]", "missed": "[bold red]", "skipped": "[yellow]"}
