@@ -97,7 +97,7 @@ void read_shape(nb::handle object, const char* name, TensorView& view) {
   const Py_ssize_t rank = PyTuple_Size(shape.ptr());
   if (rank < 0) throw nb::python_error();
   if (rank < 1 || rank > kMaxRank) {
-    fail(name, "has " + std::to_string(rank) + " axes; tensors here have 1 to " + std::to_string(kMaxRank) + ".");
+    fail(name, "has rank " + std::to_string(rank) + "; tensors here have rank 1 to " + std::to_string(kMaxRank) + ".");
   }
   view.rank = static_cast<int>(rank);
   read_sizes(shape, view.shape, view.rank);

@@ -8,6 +8,8 @@ from . import _core
 
 
 class BackendInfo(NamedTuple):
+    """One backend; a row of :func:`list_backends`."""
+
     backend: str
     """"reference", "cpu" or "cuda"."""
     compiled: bool
@@ -19,6 +21,8 @@ class BackendInfo(NamedTuple):
 
 
 class KernelInfo(NamedTuple):
+    """One kernel; a row of :func:`list_kernels`."""
+
     stage: str
     """The operator: "block_scores", "sparse_decode", ..."""
     backend: str
@@ -28,6 +32,7 @@ class KernelInfo(NamedTuple):
 
 
 def list_backends() -> list[BackendInfo]:
+    """Every backend this version knows, with the reason where one is not available."""
     return [BackendInfo(*row) for row in _core.list_backends()]
 
 
