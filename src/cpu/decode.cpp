@@ -220,7 +220,9 @@ HWY_INLINE void join_row(const core::SparseAttentionParams& params, const Decode
   }
   if (params.lse.given()) {
     static_cast<float*>(params.lse.data)[t * params.lse.stride[0] + h * params.lse.stride[1]] =
-        any ? max * 0.6931471805599453f + std::log(sum) : kLowest;
+        !any         ? kLowest
+        : sum == 0.0f ? std::numeric_limits<float>::quiet_NaN()  // nothing but -inf: a softmax of 0/0, as in out
+                      : max * 0.6931471805599453f + std::log(sum);
   }
 }
 
