@@ -131,20 +131,16 @@ HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, 
     return keys.block(geo, seq, tile.block, head) + tile.first * keys.stride_token;
   };
   const auto prefetch = [&](const core::KeyBlocks& keys, const KeyTile& tile) {
-    if (tile.count > 0) prefetch_rows(row_of(keys, tile), keys.stride_token, tile.count, dim * dtype_bytes(kType));
+    return tile.count > 0 ? RowPrefetch(row_of(keys, tile), keys.stride_token, tile.count, dim * dtype_bytes(kType)) : RowPrefetch();
   };
   KeyTile first_tile{};
   const std::int64_t num_keys =
       for_each_tile(ids, slot_begin, slot_end, block_size, num_visible, [&](const KeyTile& tile, const KeyTile& next) {
         if (tile.column == 0) first_tile = tile;
-        if (next.count > 0) {
-          prefetch(params.k, next);
-        } else {
-          prefetch(params.v, first_tile);
-        }
         turn_keys<kType>(row_of(params.k, tile), params.k.stride_token, tile.count, dim, scratch.tile);
         multiply<false>(group_size, scratch.q, dim, {scratch.tile, kTileLanes, dim * kTileLanes}, dim, ceil_div(tile.count, kTileLanes),
-                        scratch.p + tile.column, plan.stride_p);
+                        scratch.p + tile.column, plan.stride_p,
+                        next.count > 0 ? prefetch(params.k, next) : prefetch(params.v, first_tile));
       });
 
   float* const max = partials.max + split * group_size;
@@ -161,7 +157,6 @@ HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, 
   }
   std::fill(out, out + group_size * dim, 0.0f);
   for_each_tile(ids, slot_begin, slot_end, block_size, num_visible, [&](const KeyTile& tile, const KeyTile& next) {
-    prefetch(params.v, next);
     const std::byte* const values = row_of(params.v, tile);
     for (std::int64_t j = 0; j < tile.count; ++j) {
       for (std::int64_t d = 0; d < dim; d += kTileLanes) {
@@ -170,7 +165,7 @@ HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, 
       }
     }
     multiply<true>(group_size, scratch.p + tile.column, plan.stride_p, {scratch.tile, dim, kTileLanes}, tile.count, dim / kTileLanes, out,
-                   dim);
+                   dim, prefetch(params.v, next));
   });
 }
 

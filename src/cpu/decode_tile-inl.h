@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #include "cpu/gemm-inl.h"
-#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -87,13 +86,33 @@ HWY_INLINE void pack_keys(const std::byte* const* rows, std::int64_t dim, float*
 }
 #endif
 
-// Asks for rows to be in cache before the next tile reads them. A tile is read in bursts and at 16 addresses at once, which the
-// processor's own prefetchers do not follow.
-HWY_INLINE void prefetch_rows(const std::byte* rows, std::int64_t stride_bytes, std::int64_t num_rows, std::int64_t row_bytes) {
-  for (std::int64_t j = 0; j < num_rows; ++j) {
-    for (std::int64_t offset = 0; offset < row_bytes; offset += 64) hwy::Prefetch(rows + j * stride_bytes + offset);
+// Asks for the rows of the next tile, a cache line at a time, while this one is multiplied. A tile is read in bursts and at kLanes
+// addresses at once, which the processor's own prefetchers do not follow; and all its lines asked for in one go would fill the queue
+// of outstanding misses and stall the loads behind them.
+class RowPrefetch {
+ public:
+  RowPrefetch() = default;  // nothing to ask for
+  RowPrefetch(const std::byte* rows, std::int64_t stride_bytes, std::int64_t num_rows, std::int64_t row_bytes)
+      : row_(reinterpret_cast<std::uintptr_t>(rows)),
+        stride_(static_cast<std::uintptr_t>(stride_bytes)),
+        row_bytes_(static_cast<std::uintptr_t>(row_bytes)),
+        num_lines_(num_rows * ceil_div(row_bytes, 64)) {}
+
+  std::int64_t num_lines() const { return num_lines_; }
+  // Called a few times more than there are lines, it asks for the lines that follow, which is harmless.
+  HWY_INLINE void next() {
+    __builtin_prefetch(reinterpret_cast<const void*>(row_ + offset_));
+    offset_ += 64;
+    if (offset_ >= row_bytes_) {
+      offset_ = 0;
+      row_ += stride_;
+    }
   }
-}
+
+ private:
+  std::uintptr_t row_ = 0, stride_ = 0, row_bytes_ = 0, offset_ = 0;
+  std::int64_t num_lines_ = 0;
+};
 
 // Turns keys 0 .. num_keys-1 (1..kTileKeys of them) into packs of kLanes keys, tile[pack][dim][kLanes]. Lanes past the last key, up
 // to a whole pack, repeat it: nothing past num_keys is read, and a maximum over the lanes is right without a mask.
@@ -115,10 +134,10 @@ struct Columns {
 };
 
 // c[r][..] (+)= sum over k of a[r][k] * b[k][..] for kRows rows and kVectors vectors of columns. Every element is one chain of
-// MulAdd over ascending k, as in gemm-inl.h, whatever the blocking.
+// MulAdd over ascending k, as in gemm-inl.h, whatever the blocking. Meanwhile num_lines lines of `ahead` are asked for.
 template <int kRows, int kVectors, bool kAccumulate>
 HWY_INLINE void multiply_registers(const float* HWY_RESTRICT a, std::int64_t lda, const Columns& b, std::int64_t depth,
-                                   float* HWY_RESTRICT c, std::int64_t ldc) {
+                                   float* HWY_RESTRICT c, std::int64_t ldc, RowPrefetch& ahead, std::int64_t num_lines) {
   Vec acc[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -126,6 +145,7 @@ HWY_INLINE void multiply_registers(const float* HWY_RESTRICT a, std::int64_t lda
     for (int v = 0; v < kVectors; ++v) acc[r][v] = kAccumulate ? hn::LoadU(kFloats, c + r * ldc + v * kTileLanes) : hn::Zero(kFloats);
   }
   for (std::int64_t k = 0; k < depth; ++k) {
+    if (k < num_lines) ahead.next();
     Vec columns[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) columns[v] = hn::LoadU(kFloats, b.data + k * b.stride_row + v * b.stride_vector);
@@ -145,25 +165,26 @@ HWY_INLINE void multiply_registers(const float* HWY_RESTRICT a, std::int64_t lda
 
 template <int kRows, bool kAccumulate>
 HWY_INLINE void multiply_rows(const float* HWY_RESTRICT a, std::int64_t lda, Columns b, std::int64_t depth, std::int64_t num_vectors,
-                              float* HWY_RESTRICT c, std::int64_t ldc) {
+                              float* HWY_RESTRICT c, std::int64_t ldc, RowPrefetch& ahead, std::int64_t num_lines) {
   for (; num_vectors >= 2; num_vectors -= 2, b.data += 2 * b.stride_vector, c += 2 * kTileLanes) {
-    multiply_registers<kRows, 2, kAccumulate>(a, lda, b, depth, c, ldc);
+    multiply_registers<kRows, 2, kAccumulate>(a, lda, b, depth, c, ldc, ahead, num_lines);
   }
-  if (num_vectors == 1) multiply_registers<kRows, 1, kAccumulate>(a, lda, b, depth, c, ldc);
+  if (num_vectors == 1) multiply_registers<kRows, 1, kAccumulate>(a, lda, b, depth, c, ldc, ahead, num_lines);
 }
 
 // c[num_rows][num_vectors * kLanes] (+)= a[num_rows][depth] * b[depth][..]. 4 rows x 2 vectors are the 8 chains that hide the latency
 // of a fused multiply-add on two units.
 template <bool kAccumulate>
 HWY_INLINE void multiply(std::int64_t num_rows, const float* HWY_RESTRICT a, std::int64_t lda, const Columns& b, std::int64_t depth,
-                         std::int64_t num_vectors, float* HWY_RESTRICT c, std::int64_t ldc) {
+                         std::int64_t num_vectors, float* HWY_RESTRICT c, std::int64_t ldc, RowPrefetch ahead) {
+  const std::int64_t num_lines = ceil_div(ahead.num_lines(), ceil_div(num_rows, 4) * ceil_div(num_vectors, 2));  // per register tile
   for (; num_rows >= 4; num_rows -= 4, a += 4 * lda, c += 4 * ldc) {
-    multiply_rows<4, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc);
+    multiply_rows<4, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc, ahead, num_lines);
   }
   switch (num_rows) {
-    case 3: return multiply_rows<3, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc);
-    case 2: return multiply_rows<2, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc);
-    case 1: return multiply_rows<1, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc);
+    case 3: return multiply_rows<3, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc, ahead, num_lines);
+    case 2: return multiply_rows<2, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc, ahead, num_lines);
+    case 1: return multiply_rows<1, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc, ahead, num_lines);
     default: return;
   }
 }

@@ -92,11 +92,11 @@ HWY_INLINE void score_few_of_type(const ScoreInputs& inputs, std::int32_t seq, s
       const std::int64_t count = std::min(num_keys - first, kTileKeys);
       const std::int64_t ahead = first + kTileKeys;
       const bool same_block = ahead < num_keys;
-      prefetch_rows(same_block ? keys + ahead * inputs.k_idx.stride_token : next_keys, inputs.k_idx.stride_token,
-                    std::min(same_block ? num_keys - ahead : num_next_keys, kTileKeys), dim * dtype_bytes(kType));
+      const RowPrefetch next(same_block ? keys + ahead * inputs.k_idx.stride_token : next_keys, inputs.k_idx.stride_token,
+                             std::min(same_block ? num_keys - ahead : num_next_keys, kTileKeys), dim * dtype_bytes(kType));
       turn_keys<kType>(keys + first * inputs.k_idx.stride_token, inputs.k_idx.stride_token, count, dim, parts.tile);
       const Columns columns{parts.tile, kTileLanes, dim * kTileLanes};
-      multiply<false>(num_rows, parts.q, dim, columns, dim, ceil_div(count, kTileLanes), parts.products + first, block_size);
+      multiply<false>(num_rows, parts.q, dim, columns, dim, ceil_div(count, kTileLanes), parts.products + first, block_size, next);
     }
     for (std::int64_t t = token_begin; t < token_end; ++t) {
       const std::int64_t count = visible_in_block(t, b);
