@@ -1,5 +1,5 @@
-// One decode step of one sequence: Hq 64, Hkv 4, D = Di = 128, k 16, blocks of 128. Bound by memory, so GB/s counts the bytes a step
-// must read: every index key once, the selected keys and values once per query token.
+// One decode step of one sequence: Hq 64, Hkv 4, D = Di = 128, k 16, blocks of 128. Bound by memory, so GB/s counts the bytes a
+// step must read: every index key once, the selected keys and values once per query token.
 // Each call takes other queries and other index keys, so that no call finds its data in the cache by luck.
 #include "support.hpp"
 
@@ -30,7 +30,8 @@ class DecodeCase {
     }
     const RunOptions options{.backend = Backend::kCpu, .num_threads = num_threads()};
     step_.select = {.config = kConfig, .batch = sequence_.batch(), .block_ids = block_ids_.view(), .options = options};
-    step_.attend = {.config = kConfig, .batch = sequence_.batch(), .block_ids = block_ids_.view(), .out = out_.view(), .options = options};
+    step_.attend = {
+        .config = kConfig, .batch = sequence_.batch(), .block_ids = block_ids_.view(), .out = out_.view(), .options = options};
     next();
     select_workspace_ = Workspace(workspace_bytes(step_.select));
     attend_workspace_ = Workspace(workspace_bytes(step_.attend));
@@ -103,7 +104,12 @@ void decode_attend(benchmark::State& state, DType dtype) {
 }
 
 void shapes(benchmark::internal::Benchmark* bench) {
-  bench->ArgNames({"keys", "tokens"})->Args({131072, 1})->Args({131072, 4})->Args({8192, 1})->UseRealTime()->Unit(benchmark::kMicrosecond);
+  bench->ArgNames({"keys", "tokens"})
+      ->Args({131072, 1})
+      ->Args({131072, 4})
+      ->Args({8192, 1})
+      ->UseRealTime()
+      ->Unit(benchmark::kMicrosecond);
 }
 BENCHMARK_CAPTURE(decode_step, bf16, DType::kBF16)->Apply(shapes);
 BENCHMARK_CAPTURE(decode_step, f16, DType::kF16)->Apply(shapes);

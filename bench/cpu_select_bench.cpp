@@ -9,7 +9,10 @@ namespace {
 constexpr std::int64_t kNumKvHeads = 4, kDim = 128, kBlock = 128;
 
 MsaConfig config(std::int64_t top_k) {
-  return {.num_q_heads = kNumKvHeads, .num_kv_heads = kNumKvHeads, .head_dim = kDim, .index_dim = kDim,
+  return {.num_q_heads = kNumKvHeads,
+          .num_kv_heads = kNumKvHeads,
+          .head_dim = kDim,
+          .index_dim = kDim,
           .top_k = static_cast<std::int32_t>(top_k)};
 }
 
@@ -27,7 +30,10 @@ void select_rows(benchmark::State& state, Scores kind) {
     }
   }
   const Tensor block_ids(DType::kI32, {num_queries, kNumKvHeads, top_k});
-  const SelectBlocksArgs args{.config = config(top_k), .batch = sequence.batch(), .scores = scores.view(), .block_ids = block_ids.view(),
+  const SelectBlocksArgs args{.config = config(top_k),
+                              .batch = sequence.batch(),
+                              .scores = scores.view(),
+                              .block_ids = block_ids.view(),
                               .options = {.backend = Backend::kCpu, .num_threads = num_threads()}};
   select_blocks(args);
   for (auto _ : state) select_blocks(args);
@@ -47,8 +53,12 @@ void index_select_prefill(benchmark::State& state, DType dtype) {
   const SingleSequence sequence(num_queries, num_keys);
   const Tensor q_idx = random_tensor(dtype, {num_queries, kNumKvHeads, kDim}, 1), k_idx = random_tensor(dtype, {num_keys, kDim}, 2);
   const Tensor block_ids(DType::kI32, {num_queries, kNumKvHeads, 16});
-  IndexSelectArgs args{.config = config(16), .batch = sequence.batch(), .q_idx = q_idx.view(), .k_idx = k_idx.view(),
-                       .block_ids = block_ids.view(), .options = {.backend = Backend::kCpu, .num_threads = num_threads()}};
+  IndexSelectArgs args{.config = config(16),
+                       .batch = sequence.batch(),
+                       .q_idx = q_idx.view(),
+                       .k_idx = k_idx.view(),
+                       .block_ids = block_ids.view(),
+                       .options = {.backend = Backend::kCpu, .num_threads = num_threads()}};
   Workspace workspace(workspace_bytes(args));
   args.options.workspace = &workspace;
   run(state, 2.0 * static_cast<double>(kDim * kNumKvHeads) * visible_pairs(num_queries, num_keys), [&] { index_select(args); });

@@ -21,8 +21,6 @@
 namespace openmsa::core {
 namespace {
 
-using Body = std::function<void(std::int64_t, std::int32_t)>;
-
 // How long a worker without work, or a caller whose last tasks run elsewhere, polls before it sleeps. Waking a sleeping thread
 // costs 5 to 50 us, about as much as a decode step's smallest stage; stages of one step follow each other within this time.
 constexpr std::chrono::microseconds kSpinTime{50};
@@ -58,7 +56,7 @@ bool spin_until(const Condition& done) {
 
 // One parallel_for call. It lives on the caller's stack: nobody touches it after num_running fell to zero.
 struct Job {
-  const Body& body;
+  TaskBody body;
   std::int64_t num_tasks;
   std::int32_t max_workers;
   std::atomic<std::int64_t> next_task{0};
@@ -145,8 +143,8 @@ class Pool {
 
   std::mutex mutex_;
   std::condition_variable work_cv_, done_cv_;
-  std::vector<Job*> jobs_;                // running calls, oldest first
-  std::atomic<std::uint64_t> epoch_{0};   // counts jobs ever added
+  std::vector<Job*> jobs_;               // running calls, oldest first
+  std::atomic<std::uint64_t> epoch_{0};  // counts jobs ever added
   std::int32_t num_workers_ = 0;
   std::int32_t num_sleeping_ = 0;
 };
@@ -178,7 +176,7 @@ std::int32_t hardware_threads() {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
-void parallel_for(std::int32_t num_threads, std::int64_t num_tasks, const Body& body) {
+void parallel_for(std::int32_t num_threads, std::int64_t num_tasks, TaskBody body) {
   const auto max_workers = static_cast<std::int32_t>(std::min<std::int64_t>(num_threads, num_tasks));
   if (max_workers <= 1 || inside_body) {
     const InsideBody inside;

@@ -85,11 +85,11 @@ struct KeyTile {
   std::int64_t block, first, count, column;
 };
 
-// Calls visit(tile, next) for the tiles of at most kTileKeys visible keys in slots [slot_begin, slot_end); next has count 0 at the last
-// one. Returns the number of keys.
+// Calls visit(tile, next) for the tiles of at most kTileKeys visible keys in slots [slot_begin, slot_end); next has count 0 at the
+// last one. Returns the number of keys.
 template <class Visit>
-HWY_INLINE std::int64_t for_each_tile(const std::int32_t* ids, std::int64_t slot_begin, std::int64_t slot_end, std::int64_t block_size,
-                                      std::int64_t num_visible, const Visit& visit) {
+HWY_INLINE std::int64_t for_each_tile(const std::int32_t* ids, std::int64_t slot_begin, std::int64_t slot_end,
+                                      std::int64_t block_size, std::int64_t num_visible, const Visit& visit) {
   KeyTile tile{};
   std::int64_t column = 0;
   for (std::int64_t slot = slot_begin; slot < slot_end && ids[slot] >= 0; ++slot) {
@@ -107,8 +107,8 @@ HWY_INLINE std::int64_t for_each_tile(const std::int32_t* ids, std::int64_t slot
 }
 
 template <DType kType>
-HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, const DecodePlan& plan, std::int64_t t, std::int64_t g,
-                                     std::int64_t split, const DecodeScratch& scratch, const Partials& partials) {
+HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, const DecodePlan& plan, std::int64_t t,
+                                     std::int64_t g, std::int64_t split, const DecodeScratch& scratch, const Partials& partials) {
   const core::Geometry& geo = params.geo;
   const std::int64_t dim = params.config.head_dim, group_size = params.config.group_size(), block_size = geo.block_size;
   const std::int32_t seq = geo.seq_of_token(t);
@@ -131,15 +131,16 @@ HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, 
     return keys.block(geo, seq, tile.block, head) + tile.first * keys.stride_token;
   };
   const auto prefetch = [&](const core::KeyBlocks& keys, const KeyTile& tile) {
-    return tile.count > 0 ? RowPrefetch(row_of(keys, tile), keys.stride_token, tile.count, dim * dtype_bytes(kType)) : RowPrefetch();
+    return tile.count > 0 ? RowPrefetch(row_of(keys, tile), keys.stride_token, tile.count, dim * dtype_bytes(kType))
+                          : RowPrefetch();
   };
   KeyTile first_tile{};
   const std::int64_t num_keys =
       for_each_tile(ids, slot_begin, slot_end, block_size, num_visible, [&](const KeyTile& tile, const KeyTile& next) {
         if (tile.column == 0) first_tile = tile;
         turn_keys<kType>(row_of(params.k, tile), params.k.stride_token, tile.count, dim, scratch.tile);
-        multiply<false>(group_size, scratch.q, dim, {scratch.tile, kTileLanes, dim * kTileLanes}, dim, ceil_div(tile.count, kTileLanes),
-                        scratch.p + tile.column, plan.stride_p,
+        multiply<false>(group_size, scratch.q, dim, {scratch.tile, kTileLanes, dim * kTileLanes}, dim,
+                        ceil_div(tile.count, kTileLanes), scratch.p + tile.column, plan.stride_p,
                         next.count > 0 ? prefetch(params.k, next) : prefetch(params.v, first_tile));
       });
 
@@ -164,16 +165,15 @@ HWY_INLINE void decode_split_of_type(const core::SparseAttentionParams& params, 
                   scratch.tile + j * dim + d);
       }
     }
-    multiply<true>(group_size, scratch.p + tile.column, plan.stride_p, {scratch.tile, dim, kTileLanes}, tile.count, dim / kTileLanes, out,
-                   dim, prefetch(params.v, next));
+    multiply<true>(group_size, scratch.p + tile.column, plan.stride_p, {scratch.tile, dim, kTileLanes}, tile.count,
+                   dim / kTileLanes, out, dim, prefetch(params.v, next));
   });
 }
 
-void decode_split(const core::SparseAttentionParams& params, const DecodePlan& plan, std::int64_t t, std::int64_t g, std::int64_t split,
-                  const DecodeScratch& scratch, const Partials& partials) {
-  with_storage_type(params.q.dtype, [&](auto type) {
-    decode_split_of_type<decltype(type)::value>(params, plan, t, g, split, scratch, partials);
-  });
+void decode_split(const core::SparseAttentionParams& params, const DecodePlan& plan, std::int64_t t, std::int64_t g,
+                  std::int64_t split, const DecodeScratch& scratch, const Partials& partials) {
+  with_storage_type(params.q.dtype,
+                    [&](auto type) { decode_split_of_type<decltype(type)::value>(params, plan, t, g, split, scratch, partials); });
 }
 
 // out and lse of row r of group (t, g) from its splits, always in slot order.
@@ -203,7 +203,8 @@ HWY_INLINE void join_row(const core::SparseAttentionParams& params, const Decode
     if (has_keys(s)) sum += weights[s] * partials.sum[s * group_size + r];
   }
 
-  auto* const out = static_cast<std::byte*>(params.out.data) + (t * params.out.stride[0] + h * params.out.stride[1]) * dtype_bytes(kType);
+  auto* const out =
+      static_cast<std::byte*>(params.out.data) + (t * params.out.stride[0] + h * params.out.stride[1]) * dtype_bytes(kType);
   const Vec inverse = hn::Set(kFloats, any ? 1.0f / sum : 0.0f);
   for (std::int64_t d = 0; d < dim; d += kTileLanes) {
     Vec acc = hn::Zero(kFloats);
@@ -215,7 +216,7 @@ HWY_INLINE void join_row(const core::SparseAttentionParams& params, const Decode
   }
   if (params.lse.given()) {
     static_cast<float*>(params.lse.data)[t * params.lse.stride[0] + h * params.lse.stride[1]] =
-        !any         ? kLowest
+        !any          ? kLowest
         : sum == 0.0f ? std::numeric_limits<float>::quiet_NaN()  // nothing but -inf: a softmax of 0/0, as in out
                       : max * 0.6931471805599453f + std::log(sum);
   }

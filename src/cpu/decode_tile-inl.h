@@ -87,8 +87,8 @@ HWY_INLINE void pack_keys(const std::byte* const* rows, std::int64_t dim, float*
 #endif
 
 // Asks for the rows of the next tile, a cache line at a time, while this one is multiplied. A tile is read in bursts and at kLanes
-// addresses at once, which the processor's own prefetchers do not follow; and all its lines asked for in one go would fill the queue
-// of outstanding misses and stall the loads behind them.
+// addresses at once, which the processor's own prefetchers do not follow; and all its lines asked for in one go would fill the
+// queue of outstanding misses and stall the loads behind them.
 class RowPrefetch {
  public:
   RowPrefetch() = default;  // nothing to ask for
@@ -142,7 +142,9 @@ HWY_INLINE void multiply_registers(const float* HWY_RESTRICT a, std::int64_t lda
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = kAccumulate ? hn::LoadU(kFloats, c + r * ldc + v * kTileLanes) : hn::Zero(kFloats);
+    for (int v = 0; v < kVectors; ++v) {
+      acc[r][v] = kAccumulate ? hn::LoadU(kFloats, c + r * ldc + v * kTileLanes) : hn::Zero(kFloats);
+    }
   }
   for (std::int64_t k = 0; k < depth; ++k) {
     if (k < num_lines) ahead.next();
@@ -164,20 +166,22 @@ HWY_INLINE void multiply_registers(const float* HWY_RESTRICT a, std::int64_t lda
 }
 
 template <int kRows, bool kAccumulate>
-HWY_INLINE void multiply_rows(const float* HWY_RESTRICT a, std::int64_t lda, Columns b, std::int64_t depth, std::int64_t num_vectors,
-                              float* HWY_RESTRICT c, std::int64_t ldc, RowPrefetch& ahead, std::int64_t num_lines) {
+HWY_INLINE void multiply_rows(const float* HWY_RESTRICT a, std::int64_t lda, Columns b, std::int64_t depth,
+                              std::int64_t num_vectors, float* HWY_RESTRICT c, std::int64_t ldc, RowPrefetch& ahead,
+                              std::int64_t num_lines) {
   for (; num_vectors >= 2; num_vectors -= 2, b.data += 2 * b.stride_vector, c += 2 * kTileLanes) {
     multiply_registers<kRows, 2, kAccumulate>(a, lda, b, depth, c, ldc, ahead, num_lines);
   }
   if (num_vectors == 1) multiply_registers<kRows, 1, kAccumulate>(a, lda, b, depth, c, ldc, ahead, num_lines);
 }
 
-// c[num_rows][num_vectors * kLanes] (+)= a[num_rows][depth] * b[depth][..]. 4 rows x 2 vectors are the 8 chains that hide the latency
-// of a fused multiply-add on two units.
+// c[num_rows][num_vectors * kLanes] (+)= a[num_rows][depth] * b[depth][..]. 4 rows x 2 vectors are the 8 chains that hide the
+// latency of a fused multiply-add on two units.
 template <bool kAccumulate>
 HWY_INLINE void multiply(std::int64_t num_rows, const float* HWY_RESTRICT a, std::int64_t lda, const Columns& b, std::int64_t depth,
                          std::int64_t num_vectors, float* HWY_RESTRICT c, std::int64_t ldc, RowPrefetch ahead) {
-  const std::int64_t num_lines = ceil_div(ahead.num_lines(), ceil_div(num_rows, 4) * ceil_div(num_vectors, 2));  // per register tile
+  const std::int64_t num_register_tiles = ceil_div(num_rows, 4) * ceil_div(num_vectors, 2);
+  const std::int64_t num_lines = ceil_div(ahead.num_lines(), num_register_tiles);
   for (; num_rows >= 4; num_rows -= 4, a += 4 * lda, c += 4 * ldc) {
     multiply_rows<4, kAccumulate>(a, lda, b, depth, num_vectors, c, ldc, ahead, num_lines);
   }

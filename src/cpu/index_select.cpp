@@ -51,8 +51,7 @@ class IndexSelect {
     pieces_ = arena.take<Piece>(static_cast<std::size_t>(chunk_tokens_ * ceil_div(max_blocks_, piece_blocks(true))));
     worker_floats_ = std::max(score_tile_scratch(inputs_), score_few_scratch(inputs_, few_tokens_));
     worker_floats_ = (worker_floats_ + 15) / 16 * 16;
-    worker_scratch_ =
-        arena.take<float>(core::checked_mul(worker_floats_, static_cast<std::size_t>(params.context.num_threads)));
+    worker_scratch_ = arena.take<float>(core::checked_mul(worker_floats_, static_cast<std::size_t>(params.context.num_threads)));
   }
 
   void run() {

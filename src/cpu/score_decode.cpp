@@ -75,7 +75,8 @@ HWY_INLINE void score_few_of_type(const ScoreInputs& inputs, std::int32_t seq, s
       const std::byte* const row = static_cast<const std::byte*>(inputs.q_idx.data) +
                                    (t * inputs.q_idx.stride[0] + g * inputs.q_idx.stride[1]) * dtype_bytes(kType);
       float* const q = parts.q + ((t - token_begin) * num_heads + g) * dim;
-      for (std::int64_t d = 0; d < dim; d += kTileLanes) hn::Store(load_f32<kType>(kFloats, row, static_cast<std::size_t>(d)), kFloats, q + d);
+      for (std::int64_t d = 0; d < dim; d += kTileLanes)
+        hn::Store(load_f32<kType>(kFloats, row, static_cast<std::size_t>(d)), kFloats, q + d);
     }
   }
   const auto visible_in_block = [&](std::int64_t t, std::int64_t b) {

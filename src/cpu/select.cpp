@@ -116,7 +116,8 @@ HWY_INLINE void offer_vector(DF df, const float* HWY_RESTRICT scores, std::int64
   }
 }
 
-// The `room` best of blocks [begin, end), ids ascending, into ids; returns how many (all of them if they fit). scores[b] is block b's.
+// The `room` best of blocks [begin, end), ids ascending, into ids; returns how many (all of them if they fit). all_scores[b] is
+// block b's score.
 std::int32_t select_range(const float* HWY_RESTRICT all_scores, std::int64_t begin, std::int64_t end, std::int32_t room,
                           std::int32_t* HWY_RESTRICT ids) {
   const std::int64_t num_scores = end - begin;
@@ -163,8 +164,7 @@ void select_tokens(const MsaConfig& config, const core::Geometry& geo, const Sco
 
     for (std::int32_t g = 0; g < config.num_kv_heads; ++g) {
       const float* const scores = rows.data + (t - rows.token_begin) * rows.stride_token + g * rows.stride_head;
-      std::int32_t* const ids =
-          static_cast<std::int32_t*>(block_ids.data) + t * block_ids.stride[0] + g * block_ids.stride[1];
+      std::int32_t* const ids = static_cast<std::int32_t*>(block_ids.data) + t * block_ids.stride[0] + g * block_ids.stride[1];
       std::int32_t count = 0;
       for (std::int64_t b = 0; b < init_end; ++b) ids[count++] = static_cast<std::int32_t>(b);
       count += select_range(scores, init_end, local_begin, room, ids + count);
