@@ -8,10 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 m3 = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
 
-from transformers import DynamicCache, StaticCache  # noqa: E402
-
 import openmsa  # noqa: E402
 from openmsa import hf  # noqa: E402
+from transformers import DynamicCache, StaticCache  # noqa: E402
 
 VOCAB, LENGTH, TOP_K, BLOCK = 128, 400, 4, 16
 SPARSE_LAYERS = [1, 2, 3]
@@ -187,7 +186,7 @@ def test_index_keys_of_the_cache_matter(models):
         with hf.record_selection(ours, with_quality=False) as recorded:
             ours(ids[:, -1:], past_key_values=cache)
         lists.append([recorded.selections[layer][0].block_ids for layer in SPARSE_LAYERS])
-    assert not any(torch.equal(a, b) for a, b in zip(*lists))
+    assert not any(torch.equal(a, b) for a, b in zip(*lists, strict=True))
 
 
 def test_norm_gain_is_one_plus_w(models):
@@ -197,7 +196,9 @@ def test_norm_gain_is_one_plus_w(models):
     assert torch.equal(norm(x), torch.ones(1, 16))
     golden, ours = models
     for layer in SPARSE_LAYERS:
-        for a, b in zip(golden.model.layers[layer].self_attn.parameters(), ours.model.layers[layer].self_attn.parameters()):
+        for a, b in zip(
+            golden.model.layers[layer].self_attn.parameters(), ours.model.layers[layer].self_attn.parameters(), strict=True
+        ):
             assert torch.equal(a, b)
     changed = copy.deepcopy(ours)
     for layer in changed.model.layers:

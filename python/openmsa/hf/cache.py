@@ -77,8 +77,10 @@ class MsaCacheLayer(CacheLayerMixin):
         if (self.index_keys is None) != (k_idx is None):
             raise openmsa.InvalidArgumentError("past_key_values: filled by a layer of the other kind (sparse against dense)")
         before = None if plan.valid is None else plan.valid[:, : plan.past]
-        same = (self.valid is None or bool(self.valid.all())) if before is None else torch.equal(
-            before, torch.ones_like(before) if self.valid is None else self.valid
+        same = (
+            (self.valid is None or bool(self.valid.all()))
+            if before is None
+            else torch.equal(before, torch.ones_like(before) if self.valid is None else self.valid)
         )
         if not same:
             raise openmsa.InvalidArgumentError(

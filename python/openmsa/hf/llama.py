@@ -34,7 +34,8 @@ class MsaLlamaConfig(LlamaConfig):
             # transformers keeps unknown keys without a word; an option at the wrong level must not look as if it had engaged.
             if name in kwargs or name in vars(self):
                 raise openmsa.InvalidArgumentError(
-                    f"config.{name} stands at the top level; MSA options belong under config.msa: {{'msa': {{'{name}': ...}}}}", name
+                    f"config.{name} stands at the top level; MSA options belong under config.msa: {{'msa': {{'{name}': ...}}}}",
+                    name,
                 )
         options = self.msa_options
         self.msa = options.to_dict()
@@ -97,7 +98,17 @@ class MsaLlamaAttention(LlamaAttention):
         else:
             q_idx, k_idx = self.index(hidden_states, q, k, position_embeddings)
             out = run_sparse(
-                self.openmsa_runtime, self.layer_idx, self.msa_config, plan, q, k, v, q_idx, k_idx, cache_layer, self.index.num_slots
+                self.openmsa_runtime,
+                self.layer_idx,
+                self.msa_config,
+                plan,
+                q,
+                k,
+                v,
+                q_idx,
+                k_idx,
+                cache_layer,
+                self.index.num_slots,
             )
         return self.o_proj(out.flatten(2)), None
 
@@ -171,7 +182,7 @@ def convert(model, config=None, *, backend: str = "auto", **overrides) -> MsaLla
     sparse.lm_head = model.lm_head
     for name in ("embed_tokens", "norm", "rotary_emb"):
         setattr(sparse.model, name, getattr(model.model, name))
-    for new, old in zip(sparse.model.layers, model.model.layers):
+    for new, old in zip(sparse.model.layers, model.model.layers, strict=True):
         for name in ("mlp", "input_layernorm", "post_attention_layernorm"):
             setattr(new, name, getattr(old, name))
         new.self_attn.adopt(old.self_attn)

@@ -90,6 +90,6 @@ def use_openmsa(model, *, backend: str = "auto"):
     runtime = Runtime(backend)
     prepared = [MsaMiniMaxM3Attention(layer.self_attn, runtime) for layer in text_model.layers]
     text_model.set_attn_implementation(ATTN_NAME)
-    for layer, attention in zip(text_model.layers, prepared):
+    for layer, attention in zip(text_model.layers, prepared, strict=True):
         layer.self_attn = attention
     return model

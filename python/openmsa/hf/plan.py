@@ -107,7 +107,7 @@ class StepPlan:
 
     def rows_past(self, position: int) -> int:
         """How many of this step's queries stand at or after `position` of their sequence."""
-        return sum(max(0, n_k - max(n_k - n_q, position)) for n_q, n_k in zip(self.seqlens_q, self.seqlens_k))
+        return sum(max(0, n_k - max(n_k - n_q, position)) for n_q, n_k in zip(self.seqlens_q, self.seqlens_k, strict=True))
 
 
 def _plan_for_step(

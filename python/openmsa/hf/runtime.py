@@ -122,7 +122,9 @@ def _select(q_idx, k_idx, batch, config: openmsa.MsaConfig, num_slots: int, back
     )
 
 
-def run_dense(runtime: Runtime, layer_idx: int, config: openmsa.MsaConfig, plan: StepPlan, q, k, v, cache_layer=None) -> torch.Tensor:
+def run_dense(
+    runtime: Runtime, layer_idx: int, config: openmsa.MsaConfig, plan: StepPlan, q, k, v, cache_layer=None
+) -> torch.Tensor:
     """Dense causal attention through the same batch description and the same kind of cache."""
     keys = _store(plan, config, cache_layer, k, v, None)
     q = plan.pack_queries(q)
@@ -172,7 +174,9 @@ def _store(plan: StepPlan, config, cache_layer, k, v, k_idx) -> _Keys:
             )
         k_idx = plan.pack_keys(cache_layer.update_index(k_idx[:, None]))[:, 0]
     k, v = cache_layer.update(k.transpose(1, 2), v.transpose(1, 2))
-    if k.shape[2] != plan.past + plan.q_len or (k_idx is not None and plan.key_rows is None and k_idx.shape[0] != k.shape[0] * k.shape[2]):
+    if k.shape[2] != plan.past + plan.q_len or (
+        k_idx is not None and plan.key_rows is None and k_idx.shape[0] != k.shape[0] * k.shape[2]
+    ):
         raise openmsa.InvalidArgumentError("past_key_values: keys and index keys in the cache do not cover the same tokens")
     return _Keys(plan.pack_keys(k), plan.pack_keys(v), k_idx, plan.packed_batch)
 
@@ -219,7 +223,7 @@ class Recorder:
 
     def add(self, layer_idx, config, plan: StepPlan, q, keys: _Keys, block_ids) -> None:
         start = 0
-        for row, (n_q, n_k) in enumerate(zip(plan.seqlens_q, plan.seqlens_k)):
+        for row, (n_q, n_k) in enumerate(zip(plan.seqlens_q, plan.seqlens_k, strict=True)):
             if n_q:
                 chosen = torch.arange(n_q, device=q.device)
                 if self.max_queries is not None and n_q > self.max_queries:
