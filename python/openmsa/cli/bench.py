@@ -62,7 +62,7 @@ def format_details(row: dict) -> str:
         if "neighbour_union_4" in row:
             text += f"; 4 neighbours choose {row['neighbour_union_4']:.2f}x the blocks of one"
         return text
-    return f"{row['workspace_bytes'] / 2**20:.1f} MiB of it the planned scratch; took {row['ours_s']:.1f} s"
+    return f"planned scratch {row['workspace_bytes'] / 2**20:.1f} MiB; took {row['ours_s']:.1f} s"
 
 
 COLOURS = {"excellent": "[bold green]", "met": "[green]", "missed": "[bold red]", "skipped": "[yellow]"}
