@@ -86,9 +86,9 @@ def run(args: argparse.Namespace) -> dict:
         Panel(
             f"SmolLM2-135M-Instruct reads {args.context:,} tokens of Jane Austen's [italic]Persuasion[/] in which one sentence is hidden:\n"
             f"[bold]{SECRET}[/]\n"
-            "First with its own dense attention (PyTorch's scaled_dot_product_attention), then with MSA: each token looks at the\n"
-            f"{args.top_k} blocks of {args.block_size} tokens that its index likes best, per group of 3 heads and in all 30 layers. "
-            "Nothing is trained.",
+            "First with its own dense attention (PyTorch's scaled_dot_product_attention), then with MSA: in all 30 layers, each token and "
+            f"each group of 3 heads reads only the {args.top_k} blocks of {args.block_size} tokens that the index puts first. Nothing is "
+            "trained.",
             title="OpenMSA demo",
         )
     )
