@@ -26,7 +26,7 @@ void run(Input input) {
   world.config.block_size = 16;
   world.config.top_k = input.range(1, 4);
   const RunOptions options{.backend = input.flag() ? Backend::kReference : Backend::kCpu, .num_threads = 1};
-  world.choose_lengths(input, 5, 60);
+  world.choose_lengths(input, 5, 60, 20);
   for (std::vector<std::int32_t>* values : {&world.cu_seqlens_q, &world.cu_seqlens_k, &world.q_start}) {
     const bool bend = input.flag();
     for (std::int32_t& value : *values) value = bend ? input.int32_near(value) : value;

@@ -15,7 +15,7 @@ void run(Input input) {
   world.config.head_dim = world.config.index_dim = 16;
   world.config.block_size = 16;
   world.config.top_k = input.range(1, 6);
-  world.choose_lengths(input, 3, 100);
+  world.choose_lengths(input, 3, 100, 20);
   world.allocate(input.word());
 
   World::Results results = world.results(), decoded = world.results();

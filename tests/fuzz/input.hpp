@@ -17,12 +17,22 @@ inline void require(bool condition, const char* rule) {
   std::abort();
 }
 
-// Choices from the input; zeros once it is used up, so that every prefix is a valid input.
+// Choices from the input. Once it is used up they go on for ever: as zeros, so that every prefix is a valid input that can be made
+// smaller, or, if the last byte is odd, as a stream that the last bytes seed, so that short inputs reach deep choices too.
 class Input {
  public:
-  Input(const std::uint8_t* data, std::size_t size) : data_(data), size_(size) {}
+  Input(const std::uint8_t* data, std::size_t size) : data_(data), size_(size) {
+    if (size == 0 || data[size - 1] % 2 == 0) return;
+    for (std::size_t i = size > 4 ? size - 4 : 0; i < size; ++i) stream_ = stream_ << 8 | data[i];
+  }
 
-  std::uint8_t byte() { return used_ < size_ ? data_[used_++] : std::uint8_t{0}; }
+  std::uint8_t byte() {
+    if (used_ < size_) return data_[used_++];
+    stream_ ^= stream_ << 13;  // xorshift64, which keeps a zero zero
+    stream_ ^= stream_ >> 7;
+    stream_ ^= stream_ << 17;
+    return static_cast<std::uint8_t>(stream_ >> 24);
+  }
   bool flag() { return (byte() & 1) != 0; }
   // One byte's worth of choice.
   std::int32_t range(std::int32_t low, std::int32_t high) { return low + byte() % (high - low + 1); }
@@ -48,6 +58,7 @@ class Input {
   const std::uint8_t* data_;
   std::size_t size_;
   std::size_t used_ = 0;
+  std::uint64_t stream_ = 0;
 };
 
 // True if it ran, false if it was refused; any other exception or fault ends the process.

@@ -13,7 +13,7 @@ void run(Input input) {
   world.config.block_size = 16;
   world.config.top_k = input.range(1, 4);
   const RunOptions options{.backend = input.flag() ? Backend::kReference : Backend::kCpu, .num_threads = 1};
-  world.choose_lengths(input, 5, 60);
+  world.choose_lengths(input, 5, 60, 20);
   const bool bend_lengths = input.flag(), bend_pages = input.flag();
   for (std::int32_t& length : world.seqlens_k) length = bend_lengths ? input.int32_near(length) : length;
   for (std::int32_t& page : world.page_table) page = bend_pages ? input.int32_near(page) : page;

@@ -2,6 +2,7 @@
 // be equal, ties included; attention must agree within the rounding of its storage type. One and three threads must agree bit for bit.
 #include <cmath>
 
+#include "cpu/cpu.hpp"
 #include "world.hpp"
 
 namespace openmsa::fuzz {
@@ -19,6 +20,10 @@ void require_close(const Buffer& a, const Buffer& b, double bound, const char* r
 }
 
 void run(Input input) {
+  // The widest instructions of this machine, or AVX2 where it has that.
+  const char* const simd = input.flag() ? "best" : "avx2";
+  if (!runs([&] { cpu::limit_simd_target(simd); })) cpu::limit_simd_target("best");
+
   World world;
   MsaConfig& config = world.config;
   config.num_kv_heads = input.range(1, 3);
@@ -31,7 +36,7 @@ void run(Input input) {
   config.num_init_blocks = input.range(0, std::min(config.top_k - config.num_local_blocks, 2));
   world.dtype = input.flag() ? DType::kF32 : input.flag() ? DType::kBF16 : DType::kF16;
   world.paged = input.flag();
-  world.choose_lengths(input, 4, 255);
+  world.choose_lengths(input, 4, 255, 70);
   world.allocate(input.word());
 
   World::Results expected = world.results(), selected = world.results();

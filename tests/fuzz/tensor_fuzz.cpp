@@ -34,7 +34,7 @@ void run(Input input) {
   world.config.head_dim = world.config.index_dim = 16;
   world.config.block_size = 16;
   world.config.top_k = 2;
-  world.choose_lengths(input, 3, 40);
+  world.choose_lengths(input, 3, 40, 10);
   world.allocate(1);
   World::Results results = world.results();
   const RunOptions options{.backend = static_cast<Backend>(input.byte() % 5), .num_threads = int32_t{input.byte()} - 2};

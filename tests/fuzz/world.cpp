@@ -41,16 +41,16 @@ void Buffer::set(std::int64_t i, double value) {
   }
 }
 
-void World::choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max_tokens) {
+void World::choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max_keys, std::int32_t max_queries) {
   const std::int32_t num_seqs = input.range(0, max_seqs);
   const bool with_starts = input.flag();
   cu_seqlens_q = cu_seqlens_k = {0};
   for (std::int32_t s = 0; s < num_seqs; ++s) {
-    const std::int32_t seqlen_k = input.range(0, max_tokens), seqlen_q = input.range(0, std::min(max_tokens, 24));
+    const std::int32_t seqlen_k = input.range(0, max_keys), seqlen_q = input.range(0, max_queries);
     seqlens_k.push_back(seqlen_k);
     cu_seqlens_q.push_back(cu_seqlens_q.back() + seqlen_q);
     cu_seqlens_k.push_back(cu_seqlens_k.back() + seqlen_k);
-    if (with_starts) q_start.push_back(input.range(0, max_tokens + 20) - 10);
+    if (with_starts) q_start.push_back(input.range(0, max_keys) - 10 + input.range(0, 20));
   }
   total_q = cu_seqlens_q.back();
   total_k = cu_seqlens_k.back();

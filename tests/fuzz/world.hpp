@@ -50,8 +50,8 @@ struct World {
     Buffer scores, block_ids, out, lse, block_max;
   };
 
-  // Lengths, positions and page numbers, all valid, up to the given number of sequences and tokens each.
-  void choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max_tokens);
+  // Lengths, positions and page numbers, all valid, up to the given numbers of sequences, and of keys and queries in each.
+  void choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max_keys, std::int32_t max_queries);
   // Tensors for the sizes above, filled with -2 .. 2 (every dot product is exact and many tie).
   void allocate(std::uint64_t seed);
 

@@ -1,5 +1,6 @@
-// Faults other implementations had, as small inputs that show each kind, on every backend. The numbers are those of the list in
-// docs/numerics.md. Expected values are worked out by hand: where K is zero, attention is the plain mean of V over what is seen.
+// Faults that other engines running this attention had (public issue trackers, 2026), as small inputs that show each kind, on every
+// backend. Numbers missing here belong to the page size (api_batch_test.cpp), the cache and the model (tests/python).
+// Expected values are worked out by hand: where K is zero, attention is the plain mean of V over what is seen.
 #include <sys/mman.h>
 
 #include <cmath>
