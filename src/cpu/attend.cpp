@@ -30,9 +30,9 @@ struct AttendTile {
   AttentionScratch scratch;
   std::size_t group, dim;
 
-  AttendTile(const core::SparseAttentionParams& p, std::int32_t seq_, std::int32_t head_, std::int64_t begin, std::int64_t end,
-             const AttentionScratch& scratch_)
-      : params(p), seq(seq_), head(head_), token_begin(begin), num_tokens(end - begin), scratch(scratch_),
+  AttendTile(const core::SparseAttentionParams& p, std::int32_t of_seq, std::int32_t kv_head, std::int64_t begin, std::int64_t end,
+             const AttentionScratch& worker_scratch)
+      : params(p), seq(of_seq), head(kv_head), token_begin(begin), num_tokens(end - begin), scratch(worker_scratch),
         group(static_cast<std::size_t>(p.config.group_size())), dim(static_cast<std::size_t>(p.config.head_dim)) {}
 
   // Whole packs per token can be transposed once; otherwise each panel is packed from the rows it gathers.
@@ -51,7 +51,8 @@ struct AttendTile {
 
   void prepare() const;
   std::int32_t gather(std::int32_t block, std::size_t* num_gathered) const;
-  void attend_block(std::int32_t block, std::size_t num_gathered) const;
+  void prefetch(std::int32_t block, std::size_t key_begin, std::size_t key_end) const;
+  void attend_block(std::int32_t block, std::size_t num_gathered, std::int32_t next_block) const;
   void finish() const;
 };
 
@@ -91,7 +92,23 @@ std::int32_t AttendTile::gather(std::int32_t block, std::size_t* num_gathered) c
   return smallest;
 }
 
-void AttendTile::attend_block(std::int32_t block, std::size_t num_gathered) const {
+// Calls the keys and values [key_begin, key_end) of a block into L2. Blocks are visited in no order that a hardware prefetcher
+// follows; without this the first panel of each waits for memory (random selection, bf16: 411 GF/s, with it 431; AVX2 222 and 237).
+void AttendTile::prefetch(std::int32_t block, std::size_t key_begin, std::size_t key_end) const {
+  if (key_begin == key_end) return;  // also where there is no such block: its page must not be looked up
+  const std::int64_t row_bytes = params.config.head_dim * dtype_bytes(params.k.dtype);
+  const std::byte* const k = params.k.block(params.geo, seq, block, head);
+  const std::byte* const v = params.v.block(params.geo, seq, block, head);
+  for (std::size_t j = key_begin; j < key_end; ++j) {
+    const auto row = static_cast<std::int64_t>(j);
+    for (std::int64_t at = 0; at < row_bytes; at += 64) {
+      __builtin_prefetch(k + row * params.k.stride_token + at, 0, 2);
+      __builtin_prefetch(v + row * params.v.stride_token + at, 0, 2);
+    }
+  }
+}
+
+void AttendTile::attend_block(std::int32_t block, std::size_t num_gathered, std::int32_t next_block) const {
   const std::int64_t block_size = params.geo.block_size, first_key = block * block_size;
   // Tokens were gathered in ascending order, so the last one sees the most.
   const std::int64_t most = std::min(block_size, scratch.visible[scratch.gathered[num_gathered - 1]] - first_key);
@@ -105,6 +122,8 @@ void AttendTile::attend_block(std::int32_t block, std::size_t num_gathered) cons
   const PanelScratch panel_scratch{scratch.panel_scores, scratch.row_max, scratch.row_sum, scratch.out};
 
   const std::size_t num_rows = num_gathered * group;
+  const std::size_t next_keys = next_block == kNoBlock ? 0 : static_cast<std::size_t>(std::clamp<std::int64_t>(
+      params.geo.seqlen_k(seq) - next_block * block_size, 0, block_size));
   std::size_t vecs = 0, place = 0, h = 0;  // the next row is head h of the token at `place` of the list
   for (std::size_t begin = 0; begin < num_rows; begin += vecs * kLanes) {
     vecs = panel_vecs((num_rows - begin + kLanes - 1) / kLanes);
@@ -127,6 +146,7 @@ void AttendTile::attend_block(std::int32_t block, std::size_t num_gathered) cons
       pack_all(params.q.dtype, panel.num_rows, dim, [&](std::size_t r) { return rows[r]; }, scratch.panel_packs);
       for (std::size_t v = 0; v < vecs; ++v) panel.q[v] = scratch.panel_packs + v * kLanes * dim;
     }
+    prefetch(next_block, next_keys * begin / num_rows, next_keys * (begin + panel.num_rows) / num_rows);
     attend_panel_of(vecs, panel, kv, log2_scale, panel_scratch, nullptr);
   }
 }
@@ -162,7 +182,7 @@ void attend_tile(const core::SparseAttentionParams& params, std::int32_t seq, st
   while (block != kNoBlock) {
     std::size_t num_gathered = 0;
     const std::int32_t next = tile.gather(block, &num_gathered);
-    tile.attend_block(block, num_gathered);
+    tile.attend_block(block, num_gathered, next);
     block = next;
   }
   tile.finish();

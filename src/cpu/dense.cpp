@@ -67,12 +67,12 @@ void dense_tile(const core::DenseAttentionParams& params, std::int32_t seq, std:
       vecs = panel_vecs((num_rows - first + kLanes - 1) / kLanes);
       Panel panel;
       panel.num_rows = std::min(num_rows - first, vecs * kLanes);
+      if (scratch.visible[first + panel.num_rows - 1] <= first_key) continue;  // these rows do not see the block yet
       for (std::size_t r = 0; r < vecs * kLanes; ++r) {
         const std::int64_t visible = r < panel.num_rows ? scratch.visible[first + r] - first_key : 0;
         panel.limit[r] = static_cast<std::int32_t>(std::clamp<std::int64_t>(visible, 0, block_size));
         panel.row[r] = static_cast<std::int32_t>(first + r);
       }
-      if (panel.limit[panel.num_rows - 1] == 0) continue;
       for (std::size_t v = 0; v < vecs; ++v) panel.q[v] = scratch.q_packs + (first + v * kLanes) * dim;
       alignas(64) float best[kPanelRows];
       attend_panel_of(vecs, panel, kv, log2_scale, panel_scratch, block_max.given() ? best : nullptr);

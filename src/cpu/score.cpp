@@ -8,6 +8,7 @@
 
 #include "core/thread_pool.hpp"
 #include "cpu/cpu.hpp"
+#include "cpu/score_decode.hpp"
 #include "cpu/targets.hpp"
 #include "cpu/tiles.hpp"
 
@@ -144,11 +145,11 @@ void score_rows(const ScoreInputs& in, std::int32_t seq, std::int64_t token_begi
       const std::size_t end = std::min(num_rows, begin + vecs * kLanes);
       alignas(64) float best[kMaxPanelRows];
       alignas(64) std::int32_t limits[kMaxPanelRows];
-      for (std::size_t i = 0; i < vecs * kLanes; ++i) {
-        limits[i] = static_cast<std::int32_t>(std::clamp<std::int64_t>(scratch.visible[begin + i] - first_key, 0, block_size));
-      }
-      const std::size_t num_keys = static_cast<std::size_t>(limits[end - begin - 1]);
-      const std::size_t fewest_keys = static_cast<std::size_t>(limits[0]);
+      const auto limit_of = [&](std::size_t r) {
+        return static_cast<std::int32_t>(std::clamp<std::int64_t>(scratch.visible[r] - first_key, 0, block_size));
+      };
+      for (std::size_t i = 0; i < vecs * kLanes; ++i) limits[i] = limit_of(begin + i);
+      const auto num_keys = static_cast<std::size_t>(limit_of(end - 1)), fewest_keys = static_cast<std::size_t>(limit_of(begin));
       const float* q[kQkVecs] = {};
       for (std::size_t v = 0; v < vecs; ++v) q[v] = scratch.packs + (begin + v * kLanes) * dim;
       switch (vecs) {
@@ -181,7 +182,13 @@ struct ScoreTasks {
   std::int64_t tile_tokens, num_tiles;
   std::int64_t segment_blocks, num_segments;
   std::int32_t num_workers;
+  std::size_t worker_floats;
 };
+
+// Sequences with few query rows are bound by reading their keys, and scored by the path made for that (the same results).
+bool has_few_rows(const core::BlockScoresParams& params, std::int32_t seq) {
+  return params.geo.seqlen_q(seq) * params.config.num_kv_heads <= kMaxFewRows;
+}
 
 ScoreTasks plan(const core::BlockScoresParams& params, const ScoreInputs& inputs) {
   const std::int64_t num_threads = params.context.num_threads, num_blocks = params.scores.shape[2];
@@ -193,6 +200,9 @@ ScoreTasks plan(const core::BlockScoresParams& params, const ScoreInputs& inputs
                                                 std::max<std::int64_t>(1, num_blocks));
   tasks.segment_blocks = ceil_div(num_blocks, tasks.num_segments);
   tasks.num_workers = static_cast<std::int32_t>(std::clamp<std::int64_t>(tasks.num_tiles * tasks.num_segments, 1, num_threads));
+  const std::int64_t few_tokens = std::min(std::max<std::int64_t>(1, kMaxFewRows / params.config.num_kv_heads), params.geo.total_q);
+  tasks.worker_floats = std::max(score_tile_scratch(inputs), score_few_scratch(inputs, few_tokens));
+  tasks.worker_floats = (tasks.worker_floats + kMaxLanes - 1) / kMaxLanes * kMaxLanes;
   return tasks;
 }
 
@@ -226,15 +236,14 @@ void score_tile(const ScoreInputs& inputs, std::int32_t seq, std::int64_t token_
 }
 
 void block_scores_reserve(const core::BlockScoresParams& params) {
-  const ScoreInputs inputs = inputs_of(params);
-  params.context.arena->take<float>(score_tile_scratch(inputs) * static_cast<std::size_t>(plan(params, inputs).num_workers));
+  const ScoreTasks tasks = plan(params, inputs_of(params));
+  params.context.arena->take<float>(tasks.worker_floats * static_cast<std::size_t>(tasks.num_workers));
 }
 
 void block_scores(const core::BlockScoresParams& params) {
   const ScoreInputs inputs = inputs_of(params);
   const ScoreTasks tasks = plan(params, inputs);
-  const std::size_t worker_floats = score_tile_scratch(inputs);
-  float* const scratch = params.context.arena->take<float>(worker_floats * static_cast<std::size_t>(tasks.num_workers));
+  float* const scratch = params.context.arena->take<float>(tasks.worker_floats * static_cast<std::size_t>(tasks.num_workers));
   auto* const scores = static_cast<float*>(params.scores.data);
   const std::int64_t num_blocks = params.scores.shape[2];
 
@@ -248,8 +257,9 @@ void block_scores(const core::BlockScoresParams& params) {
     for (std::int64_t begin = tile * tasks.tile_tokens; begin < tile_end;) {
       const std::int32_t seq = params.geo.seq_of_token(begin);
       const std::int64_t end = std::min<std::int64_t>(tile_end, params.geo.cu_seqlens_q[seq + 1]);
-      score_tile(inputs, seq, begin, end, block_begin, block_end, scores + begin * params.scores.stride[0] + block_begin,
-                 params.scores.stride[0], params.scores.stride[1], scratch + worker_floats * static_cast<std::size_t>(worker));
+      const auto score = has_few_rows(params, seq) ? score_few : score_tile;
+      score(inputs, seq, begin, end, block_begin, block_end, scores + begin * params.scores.stride[0] + block_begin,
+            params.scores.stride[0], params.scores.stride[1], scratch + tasks.worker_floats * static_cast<std::size_t>(worker));
       begin = end;
     }
   });
