@@ -164,6 +164,13 @@ def test_generate_equals_the_golden():
     assert torch.equal(sparse.generate(ids, max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=4), expected)
 
 
+def test_generate_reading_the_prompt_in_chunks():
+    sparse = hf.convert(tiny_llama(), block_size=16, top_k=3)
+    ids = tokens(120)
+    expected = sparse.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(sparse.generate(ids, max_new_tokens=20, do_sample=False, prefill_chunk_size=35), expected)
+
+
 @pytest.mark.parametrize("sizes", [[1] * 70, [16] * 5, [17, 15, 33, 5], [64, 1, 1, 4]])
 def test_chunked_prefill_equals_one_pass(sizes):
     sparse = hf.convert(tiny_llama(), block_size=16, top_k=2)
@@ -331,6 +338,21 @@ def test_save_and_load(tmp_path):
     assert [s.dropped_queries for s in stats.values()] == [0, 120 - 48, 120 - 48]
     with pytest.raises(openmsa.UnsupportedError, match="runs with 'openmsa' only"):
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+
+
+def test_a_model_made_from_its_config():
+    config = hf.convert(tiny_llama(), block_size=16, top_k=2).config
+    made = hf.MsaLlamaForCausalLM(hf.MsaLlamaConfig(**config.to_dict())).eval()
+    assert not any(p.is_meta for p in made.parameters())
+    assert 0.1 < made.model.layers[1].self_attn.q_proj.weight.std() < 0.3  # initializer_range, so transformers has initialised it
+    assert bool(made(tokens(60)).logits.isfinite().all())
+    hf.assert_sparse(made, dropped=True)
+
+
+def test_gradients_are_refused_and_not_dropped():
+    sparse = hf.convert(tiny_llama(), block_size=16, top_k=2)
+    with torch.enable_grad(), pytest.raises(openmsa.UnsupportedError, match="requires a gradient"):
+        sparse(tokens(20))
 
 
 def test_weights_are_shared_and_the_dense_model_stays():
