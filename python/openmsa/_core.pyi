@@ -1,6 +1,7 @@
 """The C++ library. Private: use the functions of openmsa."""
 
-from typing import Any, Sequence, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 _Array: TypeAlias = Any  # torch.Tensor | numpy.ndarray
 

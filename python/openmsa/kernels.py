@@ -7,7 +7,8 @@ max_seqlen_k, sizes, softmax_scale, backend, num_threads, trust_indices. ``sizes
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from . import _core
 

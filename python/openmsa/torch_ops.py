@@ -6,7 +6,8 @@ per layer. Inference only: the functions of openmsa.ops refuse inputs that requi
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 

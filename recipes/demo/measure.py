@@ -9,8 +9,9 @@ import statistics
 import time
 
 import torch
-from openmsa import hf
 from transformers import DynamicCache
+
+from openmsa import hf
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _CALIBRATION_TOKENS = 2048

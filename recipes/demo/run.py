@@ -15,17 +15,18 @@ import subprocess
 import sys
 import time
 
-import openmsa
 import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+import openmsa
 from measure import DTYPE_NAMES, Reader, faster_dtype
 from openmsa import hf
 from openmsa.cli.models import load_model
 from openmsa.inspect_html import LayerSelection, SelectionPicture, write_page
 from openmsa.inspect_plot import draw_selection
 from prompt import build_prompt
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SECRET = "The special magic number mentioned in this book is 7421."

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 
-import golden
 import pytest
 import torch
-from golden import Layout
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_ops import SMALL
 
+import golden
 import openmsa
+from golden import Layout
 from openmsa import InvalidArgumentError, MsaConfig, OutOfPagesError, PagedKvCache
+from test_ops import SMALL
 
 BLOCK = SMALL.block_size
 

@@ -9,9 +9,10 @@ import subprocess
 import sys
 
 import numpy as np
-import openmsa
 import pytest
 import torch
+
+import openmsa
 from openmsa import checking
 from openmsa.cli import COMMANDS, build_parser, main
 

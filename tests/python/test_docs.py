@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 
-import openmsa
 import pytest
+
+import openmsa
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -8,9 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache  # noqa: E402
+
 import openmsa  # noqa: E402
 from openmsa import hf, quality  # noqa: E402
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache  # noqa: E402
 
 VOCAB = 97
 

@@ -8,9 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 m3 = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
 
+from transformers import DynamicCache, StaticCache  # noqa: E402
+
 import openmsa  # noqa: E402
 from openmsa import hf  # noqa: E402
-from transformers import DynamicCache, StaticCache  # noqa: E402
 
 VOCAB, LENGTH, TOP_K, BLOCK = 128, 400, 4, 16
 SPARSE_LAYERS = [1, 2, 3]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import golden
 import pytest
 import torch
-from golden import Layout
-from test_ops import SMALL
 
+import golden
 import openmsa
+from golden import Layout
 from openmsa import Batch, MsaConfig, PagedKvCache
 from openmsa.nn import HeadRmsNorm, MsaAttention
+from test_ops import SMALL
 
 WIDTH = 48
 CONFIG = MsaConfig(num_q_heads=4, num_kv_heads=2, head_dim=32, index_dim=16, block_size=16, top_k=3)

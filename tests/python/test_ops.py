@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import golden
 import numpy as np
 import pytest
 import torch
-from golden import Layout
 
+import golden
 import openmsa
+from golden import Layout
 from openmsa import Batch, MsaConfig
 
 SMALL = MsaConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, index_dim=16, block_size=16, top_k=3)

@@ -11,10 +11,10 @@ import re
 import sys
 
 import pytest
-from test_torch_ops import run_python
 
 import openmsa
 from openmsa import MsaConfig, _core
+from test_torch_ops import run_python
 
 PACKAGE = pathlib.Path(openmsa.__file__).parent
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import golden
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from test_ops import all_outputs, check_all
+from hypothesis import HealthCheck, given, settings, strategies as st
 
+import golden
 import openmsa
 from openmsa import MsaConfig
+from test_ops import all_outputs, check_all
 
 SETTINGS = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 

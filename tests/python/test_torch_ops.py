@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 
-import golden
 import pytest
 import torch
-from golden import Layout
-from test_ops import SMALL
 
+import golden
 import openmsa
+from golden import Layout
 from openmsa import Batch
+from test_ops import SMALL
 
 LAYOUT = Layout([40, 3], [70, 49])
 OPS = ["block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "dense_attention"]
