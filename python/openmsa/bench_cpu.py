@@ -446,6 +446,16 @@ def machine_facts() -> dict[str, Any]:
             "openmsa": openmsa.__version__, "git_commit": commit}
 
 
+def busy_seconds() -> float | None:
+    """Seconds that all processors of the machine have worked since it started, all processes together; None where Linux does not say."""
+    try:
+        fields = pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 RUNNERS = {"prefill": bench_prefill, "rates": bench_rates, "decode": bench_decode, "memory": bench_memory}
 
 
@@ -455,10 +465,14 @@ def total_weight(options: Options) -> float:
 
 
 def run_bench(options: Options, report: Report) -> dict[str, Any]:
-    """Runs the chosen sections; the result holds the machine's facts and one row per bar."""
+    """Runs the chosen sections; the result holds the machine's facts, one row per bar, and how busy other programs kept the machine."""
     if options.threads:
         torch.set_num_threads(options.threads)
     result: dict[str, Any] = {"benchmark": "cpu", "quick": options.quick, "repeats": options.repeats, **machine_facts()}
+    busy, own, start = busy_seconds(), sum(os.times()[:4]), time.perf_counter()
     with torch.inference_mode():
         result["rows"] = [row for section in options.sections for row in RUNNERS[section](options, report)]
+    if busy is not None:
+        others = busy_seconds() - busy - (sum(os.times()[:4]) - own)
+        result["other_load"] = max(0.0, others / (time.perf_counter() - start) / os.cpu_count())
     return result

@@ -186,6 +186,7 @@ def test_bench_quick_writes_json(tmp_path):
     result = json.loads(path.read_text())
     for key in ("date", "cpu", "cores", "threads", "simd_target", "torch", "openmsa", "command", "git_commit"):
         assert key in result
+    assert 0 <= result.get("other_load", 0) <= 1
     rows = {row["id"]: row for row in result["rows"]}
     expected = {f"prefill_{d}_{k}" for d in ("f32", "bf16") for k in ("random", "clustered")}
     expected |= {f"rate_{s}_{d}" for d in ("f32", "bf16") for s in ("score", "attend_random", "attend_clustered")}

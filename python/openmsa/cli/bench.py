@@ -17,6 +17,7 @@ EXAMPLES = """\
   openmsa bench --cpu --json result.json          write the JSON elsewhere
 """
 SECTIONS = ("prefill", "rates", "decode", "memory")
+MOST_OTHER_LOAD = 0.05  # share of the processors that other programs may take before we say so
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
             rows.append([row["what"], goal, excellent, format_measured(row),
                          COLOURS.get(row["verdict"], "") + row["verdict"], format_details(row)])
         print_table(title, ["what", "bar", "excellent", "measured", "verdict", "detail"], rows, right=(1, 2, 3))
+    if result.get("other_load", 0) > MOST_OTHER_LOAD:
+        note(args, f"note: other programs kept the processors {100 * result['other_load']:.0f}% busy meanwhile; on a quiet machine both "
+                   "sides are faster and the medians steadier")
     if args.json is None:
         args.json = default_json_path()
     emit_json(args, result)
