@@ -18,20 +18,52 @@ namespace openmsa::cpu {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+// fp32 values of f16 bits in the low halves of 32-bit lanes, as openmsa/half.hpp defines them. Where the processor has no
+// instruction for it, Highway 1.0.3 takes infinity and NaN for finite numbers.
+template <class D, class DU = hn::Rebind<std::uint32_t, D>>
+HWY_INLINE hn::Vec<D> f16_value(D d, hn::Vec<DU> bits) {
+  const DU du;
+  const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(du, 0x8000u)));
+  const auto magnitude = hn::ShiftLeft<13>(hn::And(bits, hn::Set(du, 0x7fffu)));
+  const auto special = hn::Eq(hn::And(bits, hn::Set(du, 0x7c00u)), hn::Set(du, 0x7c00u));
+  const auto finite = hn::BitCast(du, hn::Mul(hn::BitCast(d, magnitude), hn::Set(d, 0x1p112f)));
+  return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(special, hn::Or(magnitude, hn::Set(du, 0x7f800000u)), finite)));
+}
+
+// fp32 of f16 bits.
+template <class D>
+HWY_INLINE hn::Vec<D> promote_f16(D d, hn::Vec<hn::Rebind<std::uint16_t, D>> bits16) {
+#if OPENMSA_F16_IN_HARDWARE
+  const hn::Rebind<hwy::float16_t, D> d16;
+  return hn::PromoteTo(d, hn::BitCast(d16, bits16));
+#else
+  // Highway 1.0.3 reads infinity and NaN as numbers here; this is openmsa/half.hpp's conversion.
+  const hn::Rebind<std::uint32_t, D> d32;
+  const auto bits = hn::PromoteTo(d32, bits16);
+  const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(d32, 0x8000u)));
+  const auto magnitude = hn::ShiftLeft<13>(hn::And(bits, hn::Set(d32, 0x7fffu)));
+  const auto exponent = hn::Set(d32, 0x0f800000u);
+  const auto finite = hn::BitCast(d32, hn::Mul(hn::BitCast(d, magnitude), hn::Set(d, 0x1p112f)));
+  const auto special = hn::Or(magnitude, hn::Set(d32, 0x7f800000u));
+  return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(hn::Eq(hn::And(magnitude, exponent), exponent), special, finite)));
+#endif
+}
+
 // Elements i .. i+Lanes(d)-1 of a row in storage type kType.
 template <DType kType, class D>
 HWY_INLINE hn::Vec<D> load_f32(D d, const std::byte* row, std::size_t i) {
   if constexpr (kType == DType::kF32) {
     return hn::LoadU(d, reinterpret_cast<const float*>(row) + i);
-  } else if constexpr (kType == DType::kBF16) {
-    const hn::Rebind<std::uint32_t, D> d32;
+  } else {
     const hn::Rebind<std::uint16_t, D> d16;
     const auto bits = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(row) + i);
-    return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
-  } else {
-    static_assert(kType == DType::kF16);
-    const hn::Rebind<hwy::float16_t, D> d16;
-    return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(row) + i));
+    if constexpr (kType == DType::kBF16) {
+      const hn::Rebind<std::uint32_t, D> d32;
+      return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
+    } else {
+      static_assert(kType == DType::kF16);
+      return promote_f16(d, bits);
+    }
   }
 }
 
@@ -76,7 +108,7 @@ HWY_INLINE void store_f32(D d, hn::Vec<D> v, std::byte* row, std::size_t i) {
       hn::StoreU(hn::TruncateTo(d16, bf16_bits(d, v)), d16, out);
     } else {
       static_assert(kType == DType::kF16);
-#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3
+#if OPENMSA_F16_IN_HARDWARE
       hn::StoreU(hn::BitCast(d16, hn::DemoteTo(hn::Rebind<hwy::float16_t, D>(), v)), d16, out);
 #else
       hn::StoreU(hn::TruncateTo(d16, f16_bits(d, v)), d16, out);

@@ -15,7 +15,8 @@ testing::AssertionResult scores_right(const Problem& problem, const Tensor& scor
 testing::AssertionResult selection_right(const Problem& problem, const Tensor& block_ids, const Tensor& oracle_scores,
                                          bool exact = false);
 
-// max |out - fp64| <= 2 * max |plain - fp64| + a small absolute term; lse within 1e-3; rows without keys exactly 0 and -inf.
+// max |out - fp64| <= 2 * max |plain - fp64| + a small absolute term; lse within 1e-3; rows without keys exactly 0 and -inf; NaN
+// and infinities exactly where fp64 has them.
 testing::AssertionResult attention_right(const Problem& problem, const Attention& result, const Attention& oracle,
                                          const std::vector<float>& plain);
 

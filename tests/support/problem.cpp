@@ -10,6 +10,7 @@ namespace openmsa::test {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 std::vector<std::int32_t> cumulative(const std::vector<std::int32_t>& lengths) {
   std::vector<std::int32_t> sums(lengths.size() + 1, 0);
@@ -242,6 +243,24 @@ void poison_unselected(Problem& problem, const Tensor& block_ids) {
         poison_row(problem.v, problem.key_row(seq, j, g));
       }
     }
+  }
+}
+
+void inject_specials(Problem& problem, Rng& rng) {
+  const auto spoil = [&rng](Tensor& tensor, std::int64_t row) {
+    const double special = pick(rng, {kNaN, kInfinity, -kInfinity});
+    tensor.set(row * tensor.row_size() + uniform(rng, 0, tensor.row_size() - 1), special);
+  };
+  for (std::int32_t seq = 0; seq < problem.num_seqs(); ++seq) {
+    const std::int64_t n = problem.layout.seqlens_k[static_cast<std::size_t>(seq)];
+    if (n == 0) continue;
+    const auto g = static_cast<std::int32_t>(uniform(rng, 0, problem.config.num_kv_heads - 1));
+    spoil(problem.k, problem.key_row(seq, uniform(rng, 0, n - 1), g));
+    spoil(problem.v, problem.key_row(seq, uniform(rng, 0, n - 1), g));
+    spoil(problem.k_idx, problem.index_key_row(seq, uniform(rng, 0, n - 1)));
+  }
+  for (Tensor* queries : {&problem.q, &problem.q_idx}) {
+    for (std::int64_t row = uniform(rng, 0, 9); row < queries->num_rows(); row += 29) spoil(*queries, row);
   }
 }
 

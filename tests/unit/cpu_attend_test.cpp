@@ -178,6 +178,15 @@ TEST_P(CpuAttend, TheFutureDoesNotLeak) {
   }
 }
 
+TEST_P(CpuAttend, SpecialsAreWhereTheOracleHasThem) {
+  for (std::uint64_t seed = 350; seed < 370; ++seed) {
+    Rng rng(seed);
+    Problem problem = random_problem(seed, GetParam());
+    inject_specials(problem, rng);
+    expect_both_right(problem, rng);
+  }
+}
+
 TEST_P(CpuAttend, LargeScoresAreExact) {
   Rng rng(10);
   Problem problem(make_config(1, 4, 32, 16, 16, 4), single(20, 120), GetParam(), rng);

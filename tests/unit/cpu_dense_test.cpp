@@ -26,6 +26,15 @@ TEST_P(CpuDense, RandomLayouts) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) expect_right(random_problem(seed, GetParam()));
 }
 
+TEST_P(CpuDense, SpecialsAreWhereTheOracleHasThem) {
+  for (std::uint64_t seed = 50; seed < 65; ++seed) {
+    Rng rng(seed);
+    Problem problem = random_problem(seed, GetParam());
+    inject_specials(problem, rng);
+    expect_right(problem);
+  }
+}
+
 TEST_P(CpuDense, EveryHeadDim) {
   Rng rng(1);
   for (std::int32_t dim = 16; dim <= 256; dim += 16) {

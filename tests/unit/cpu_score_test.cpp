@@ -108,6 +108,16 @@ TEST_P(CpuScore, NaNStaysWithTheQueriesThatSeeIt) {
   }
 }
 
+TEST_P(CpuScore, SpecialsAreWhereTheOracleHasThem) {
+  for (std::uint64_t seed = 150; seed < 170; ++seed) {
+    Rng rng(seed);
+    Problem problem = random_problem(seed, GetParam());
+    inject_specials(problem, rng);
+    SCOPED_TRACE(describe(problem));
+    EXPECT_TRUE(scores_right(problem, run_block_scores(problem, kCpu), oracle_scores(problem)));
+  }
+}
+
 TEST_P(CpuScore, NaNQueriesStayInTheirRow) {
   for (const std::int32_t seqlen_q : {3, 100}) {
     Rng rng(7);
