@@ -108,7 +108,8 @@ class Batch:
         seqlens_k = seqlens_q if seqlens_k is None else list(seqlens_k)
         if len(seqlens_q) != len(seqlens_k):
             raise InvalidArgumentError(
-                f"batch.seqlens_k has {len(seqlens_k)} lengths for {len(seqlens_q)} sequences; give one per sequence.", "batch.seqlens_k"
+                f"batch.seqlens_k has {len(seqlens_k)} lengths for {len(seqlens_q)} sequences; give one per sequence.",
+                "batch.seqlens_k",
             )
         batch = cls(
             cu_seqlens_q=_cumulative(seqlens_q),

@@ -65,9 +65,13 @@ class PagedKvCache:
         self, config: MsaConfig, num_pages: int, *, num_layers: int = 1, dtype: torch.dtype | None = None, device: Any = "cpu"
     ) -> None:
         if config.index_dim < 1:
-            raise InvalidArgumentError("config.index_dim is 0; a cache holds index keys. Set it to their width.", "config.index_dim")
+            raise InvalidArgumentError(
+                "config.index_dim is 0; a cache holds index keys. Set it to their width.", "config.index_dim"
+            )
         if num_pages < 1 or num_layers < 1:
-            raise InvalidArgumentError(f"num_pages is {num_pages} and num_layers is {num_layers}; both must be at least 1.", "num_pages")
+            raise InvalidArgumentError(
+                f"num_pages is {num_pages} and num_layers is {num_layers}; both must be at least 1.", "num_pages"
+            )
         self.config = config
         self.num_pages = num_pages
         self.num_layers = num_layers
@@ -129,7 +133,8 @@ class PagedKvCache:
         """
         if self.num_layers != 1:
             raise InvalidArgumentError(
-                f"append() serves caches with one layer, this one has {self.num_layers}. Call extend(), then write() per layer.", "seq"
+                f"append() serves caches with one layer, this one has {self.num_layers}. Call extend(), then write() per layer.",
+                "seq",
             )
         self._check_rows(0, k.shape[0] if k.ndim else 0, k, v, k_idx)
         self.extend([seq], [k.shape[0]]).write(k, v, k_idx)
@@ -164,7 +169,9 @@ class PagedKvCache:
         held = [self._get(seq) for seq in seqs]
         seqlens_q = [1] * len(held) if seqlens_q is None else list(seqlens_q)
         if len(seqlens_q) != len(held):
-            raise InvalidArgumentError(f"seqlens_q has {len(seqlens_q)} lengths for {len(held)} sequences; give one each.", "seqlens_q")
+            raise InvalidArgumentError(
+                f"seqlens_q has {len(seqlens_q)} lengths for {len(held)} sequences; give one each.", "seqlens_q"
+            )
         lengths = [sequence.length for sequence in held]
         max_seqlen_k = max(lengths, default=0)
         page_table = np.full((len(held), max(self.config.num_blocks(max_seqlen_k), 1)), -1, dtype=np.int32)

@@ -12,7 +12,7 @@ Every function takes these keyword arguments:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from .errors import InvalidArgumentError, UnsupportedError
 
 # Up to this many query tokens per sequence msa_attention takes the decode path, which is bound by memory traffic.
 MAX_DECODE_QUERIES = 8
+
+Array = TypeVar("Array")  # torch.Tensor or numpy.ndarray: what comes out is of the kind that went in
 
 _torch_ops: Any = None
 
@@ -81,9 +83,9 @@ def _call(family: Any, batch: Any, config: Any, backend: str, num_threads: int |
 
 
 def block_scores(
-    q_idx: Any, k_idx: Any, batch: Batch, config: MsaConfig,
+    q_idx: Array, k_idx: Array, batch: Batch, config: MsaConfig,
     *, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
-) -> Any:  # fmt: skip
+) -> Array:  # fmt: skip
     """scores [T, Hkv, num_blocks] float32: the largest dot product of a query with the visible keys of each block.
 
     ``scores[t,g,b] = max_j <q_idx[t,g], k_idx[j]>`` over the keys j of block b that query t sees; -inf where it sees none.
@@ -96,9 +98,9 @@ def block_scores(
 
 
 def select_blocks(
-    scores: Any, batch: Batch, config: MsaConfig,
+    scores: Array, batch: Batch, config: MsaConfig,
     *, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
-) -> Any:  # fmt: skip
+) -> Array:  # fmt: skip
     """block_ids [T, Hkv, k] int32: the top_k blocks by (score descending, id ascending), forced blocks always in.
 
     Lists are strictly ascending, with -1 in the tail. NaN ranks below -inf; a block without a visible key is never selected.
@@ -108,18 +110,18 @@ def select_blocks(
 
 
 def index_select(
-    q_idx: Any, k_idx: Any, batch: Batch, config: MsaConfig,
+    q_idx: Array, k_idx: Array, batch: Batch, config: MsaConfig,
     *, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
-) -> Any:  # fmt: skip
+) -> Array:  # fmt: skip
     """block_scores and select_blocks in one call and in bounded memory; the same block_ids."""
     family = _family(("q_idx", "k_idx"), q_idx, k_idx)
     return family.index_select(q_idx, k_idx, *_call(family, batch, config, backend, num_threads, trust_indices))
 
 
 def sparse_attention(
-    q: Any, k: Any, v: Any, block_ids: Any, batch: Batch, config: MsaConfig,
+    q: Array, k: Array, v: Array, block_ids: Array, batch: Batch, config: MsaConfig,
     *, return_lse: bool = False, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
-) -> Any:  # fmt: skip
+) -> Array | tuple[Array, Array]:  # fmt: skip
     """out [T, Hq, D]: exact softmax attention of each query over the visible keys of its group's selected blocks.
 
     A row that sees no key gives 0, and -inf as its lse.
@@ -133,9 +135,9 @@ def sparse_attention(
 
 
 def sparse_decode(
-    q: Any, k: Any, v: Any, block_ids: Any, batch: Batch, config: MsaConfig,
+    q: Array, k: Array, v: Array, block_ids: Array, batch: Batch, config: MsaConfig,
     *, return_lse: bool = False, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
-) -> Any:  # fmt: skip
+) -> Array | tuple[Array, Array]:  # fmt: skip
     """The result of sparse_attention, by the path made for few query tokens per sequence (decode, speculative decode)."""
     family = _family(("q", "k", "v", "block_ids"), q, k, v, block_ids)
     out, lse = family.sparse_decode(q, k, v, block_ids, *_call(family, batch, config, backend, num_threads, trust_indices))
@@ -143,10 +145,10 @@ def sparse_decode(
 
 
 def dense_attention(
-    q: Any, k: Any, v: Any, batch: Batch, config: MsaConfig,
+    q: Array, k: Array, v: Array, batch: Batch, config: MsaConfig,
     *, return_lse: bool = False, return_block_max: bool = False,
     backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
-) -> Any:  # fmt: skip
+) -> Array | tuple[Array, ...]:  # fmt: skip
     """out [T, Hq, D]: causal softmax attention over every visible key. The config's top_k and index fields are not used.
 
     :param return_lse: also return lse [T, Hq] float32
@@ -160,10 +162,10 @@ def dense_attention(
 
 
 def msa_attention(
-    q: Any, k: Any, v: Any, q_idx: Any, k_idx: Any, batch: Batch | None = None, config: MsaConfig | None = None,
+    q: Array, k: Array, v: Array, q_idx: Array, k_idx: Array, batch: Batch | None = None, config: MsaConfig | None = None,
     *, return_lse: bool = False, return_block_ids: bool = False,
     backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
-) -> Any:  # fmt: skip
+) -> Array | tuple[Array, ...]:  # fmt: skip
     """MiniMax Sparse Attention from projected tensors to output: score key blocks, select, attend.
 
     Decode (few query tokens per sequence) takes its own path by itself; the result is the same.
@@ -179,7 +181,9 @@ def msa_attention(
     family = _family(("q", "k", "v", "q_idx", "k_idx"), q, k, v, q_idx, k_idx)
     if batch is None:
         if len(k.shape) != 3 or len(q.shape) != 3:
-            raise InvalidArgumentError("batch is missing; it may be left out only for packed q [T, Hq, D] and k [S, Hkv, D].", "batch")
+            raise InvalidArgumentError(
+                "batch is missing; it may be left out only for packed q [T, Hq, D] and k [S, Hkv, D].", "batch"
+            )
         batch = Batch.single(q.shape[0], k.shape[0], device=None if family is numpy_ops else q.device)
     if config is None:
         config = _config_from_shapes(q, k, q_idx)
@@ -194,7 +198,9 @@ def msa_attention(
 
 def _config_from_shapes(q: Any, k: Any, q_idx: Any) -> MsaConfig:
     if len(q.shape) != 3 or len(k.shape) not in (3, 4) or len(q_idx.shape) != 3:
-        raise InvalidArgumentError("config is missing and cannot be taken from these shapes. Pass openmsa.MsaConfig(...).", "config")
+        raise InvalidArgumentError(
+            "config is missing and cannot be taken from these shapes. Pass openmsa.MsaConfig(...).", "config"
+        )
     block_size = 128 if len(k.shape) == 3 else k.shape[2]
     return MsaConfig(
         num_q_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[2], index_dim=q_idx.shape[2], block_size=block_size

@@ -56,7 +56,9 @@ def _fake_attention(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tenso
     return _empty(q, q.shape, None), _empty(q, q.shape[:2], kernels.accumulator(q))
 
 
-def _fake_dense(q: torch.Tensor, k: Any, v: Any, with_block_max: bool, *call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_dense(
+    q: torch.Tensor, k: Any, v: Any, with_block_max: bool, *call: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*q.shape[:2], kernels.num_blocks(call)) if with_block_max else (0,)
     return *_fake_attention(q), _empty(q, shape, kernels.accumulator(q))
 

@@ -42,7 +42,9 @@ class Data:
     k_idx: torch.Tensor
 
 
-def make_data(layout: Layout, config: MsaConfig, rng: torch.Generator, dtype: torch.dtype = torch.float32, exact_index=True) -> Data:
+def make_data(
+    layout: Layout, config: MsaConfig, rng: torch.Generator, dtype: torch.dtype = torch.float32, exact_index=True
+) -> Data:
     """Random q, k, v. Index vectors of small integers have exact dot products in every storage type, so selections must be equal."""
     num_q, num_k = sum(layout.seqlens_q), sum(layout.seqlens_k)
 
@@ -86,6 +88,7 @@ def select(scores: torch.Tensor, layout: Layout, config: MsaConfig) -> torch.Ten
             # A query that stands beyond the last key (q_start) has its own block there; what is left of the window counts.
             own = p // config.block_size
             for g in range(config.num_kv_heads):
+
                 def rank(b: int) -> tuple:
                     forced = b < config.num_init_blocks or b > own - config.num_local_blocks
                     value = float(scores[t, g, b])

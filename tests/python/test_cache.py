@@ -46,12 +46,9 @@ def test_attention_over_the_cache_equals_packed_attention(dtype, backend, rng):
             piece = slice(first, min(first + 50, tk.stop))
             cache.append(seq, data.k[piece], data.v[piece], data.k_idx[piece])
     batch = cache.batch([0, 1, 2], layout.seqlens_q)
-    found = openmsa.msa_attention(
-        data.q, cache.k[0], cache.v[0], data.q_idx, cache.k_idx[0], batch, SMALL, return_lse=True, return_block_ids=True, backend=backend
-    )
-    want = openmsa.msa_attention(
-        data.q, data.k, data.v, data.q_idx, data.k_idx, layout.batch(), SMALL, return_lse=True, return_block_ids=True, backend=backend
-    )
+    options = dict(return_lse=True, return_block_ids=True, backend=backend)
+    found = openmsa.msa_attention(data.q, cache.k[0], cache.v[0], data.q_idx, cache.k_idx[0], batch, SMALL, **options)
+    want = openmsa.msa_attention(data.q, data.k, data.v, data.q_idx, data.k_idx, layout.batch(), SMALL, **options)
     for x, y in zip(found, want):
         assert torch.equal(x, y)
 
@@ -142,7 +139,11 @@ def test_negative_slots_are_skipped(rng):
         pool.fill_(guard)
     k, v, k_idx = rows(3, rng)
     cache.write(torch.tensor([5, -1, 7]), k, v, k_idx)
-    assert torch.equal(cache.k[0, 0, :, 5], k[0]) and torch.equal(cache.v[0, 0, :, 7], v[2]) and torch.equal(cache.k_idx[0, 0, 5], k_idx[0])
+    assert (
+        torch.equal(cache.k[0, 0, :, 5], k[0])
+        and torch.equal(cache.v[0, 0, :, 7], v[2])
+        and torch.equal(cache.k_idx[0, 0, 5], k_idx[0])
+    )
     for pool in (cache.k.transpose(2, 3), cache.v.transpose(2, 3), cache.k_idx):
         untouched = torch.ones(pool.shape[1:3], dtype=torch.bool)
         untouched[0, [5, 7]] = False

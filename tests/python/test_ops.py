@@ -218,7 +218,8 @@ def test_numpy_in_numpy_out(dtype, paged, backend, rng):
     for b in (batch, numpy_batch):
         found = all_outputs(as_numpy(data), b, SMALL, backend=backend)
         for name, value in want.items():
-            for x, y in zip(value if isinstance(value, tuple) else (value,), found[name] if isinstance(value, tuple) else (found[name],)):
+            pairs = zip(value, found[name]) if isinstance(value, tuple) else [(value, found[name])]
+            for x, y in pairs:
                 assert isinstance(y, np.ndarray)
                 np.testing.assert_array_equal(x.numpy(), y)
     # And an array batch serves tensors.
