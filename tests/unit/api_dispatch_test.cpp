@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "api_calls.hpp"
-#include "core/registry.hpp"
 
 namespace openmsa::test {
 namespace {
