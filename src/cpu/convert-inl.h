@@ -18,17 +18,13 @@ namespace openmsa::cpu {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// fp32 values of f16 bits in the low halves of 32-bit lanes, as openmsa/half.hpp defines them. Where the processor has no
-// instruction for it, Highway 1.0.3 takes infinity and NaN for finite numbers.
-template <class D, class DU = hn::Rebind<std::uint32_t, D>>
-HWY_INLINE hn::Vec<D> f16_value(D d, hn::Vec<DU> bits) {
-  const DU du;
-  const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(du, 0x8000u)));
-  const auto magnitude = hn::ShiftLeft<13>(hn::And(bits, hn::Set(du, 0x7fffu)));
-  const auto special = hn::Eq(hn::And(bits, hn::Set(du, 0x7c00u)), hn::Set(du, 0x7c00u));
-  const auto finite = hn::BitCast(du, hn::Mul(hn::BitCast(d, magnitude), hn::Set(d, 0x1p112f)));
-  return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(special, hn::Or(magnitude, hn::Set(du, 0x7f800000u)), finite)));
-}
+// Whether the target converts f16 by an instruction, so that Highway's operations can be used.
+#undef OPENMSA_F16_IN_HARDWARE
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL || HWY_TARGET == HWY_NEON
+#define OPENMSA_F16_IN_HARDWARE 1
+#else
+#define OPENMSA_F16_IN_HARDWARE 0
+#endif
 
 // fp32 of f16 bits.
 template <class D>

@@ -71,10 +71,9 @@ HWY_INLINE void pack_keys(const std::byte* const* rows, std::int64_t dim, float*
         hn::Store(hn::BitCast(kFloats, hn::And(v, hn::Set(du, 0xffff0000u))), kFloats, odd);
       } else {
         const hn::Rebind<std::uint16_t, Floats> du16;
-        const hn::Rebind<hwy::float16_t, Floats> df16;
         const auto low = hn::TruncateTo(du16, v), high = hn::TruncateTo(du16, hn::ShiftRight<16>(v));
-        hn::Store(hn::PromoteTo(kFloats, hn::BitCast(df16, low)), kFloats, even);
-        hn::Store(hn::PromoteTo(kFloats, hn::BitCast(df16, high)), kFloats, odd);
+        hn::Store(promote_f16(kFloats, low), kFloats, even);
+        hn::Store(promote_f16(kFloats, high), kFloats, odd);
       }
     });
   }
