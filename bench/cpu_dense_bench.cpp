@@ -11,9 +11,15 @@ void dense_attention_prefill(benchmark::State& state, DType dtype, std::int64_t 
   const Tensor k = random_tensor(dtype, {num_keys, 1, dim}, 2), v = random_tensor(dtype, {num_keys, 1, dim}, 3);
   const Tensor out(dtype, {num_queries, num_heads, dim});
   const Tensor block_max(DType::kF32, {num_queries, num_heads, (num_keys + block_size - 1) / block_size});
-  DenseAttentionArgs args{.config = {.num_q_heads = static_cast<std::int32_t>(num_heads), .num_kv_heads = 1,
+  DenseAttentionArgs args{.config = {.num_q_heads = static_cast<std::int32_t>(num_heads),
+                                     .num_kv_heads = 1,
                                      .head_dim = static_cast<std::int32_t>(dim)},
-                          .batch = sequence.batch(), .q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .lse = {},
+                          .batch = sequence.batch(),
+                          .q = q.view(),
+                          .k = k.view(),
+                          .v = v.view(),
+                          .out = out.view(),
+                          .lse = {},
                           .block_max = with_block_max ? block_max.view() : TensorView{},
                           .options = {.backend = Backend::kCpu, .num_threads = num_threads()}};
   Workspace workspace(workspace_bytes(args));

@@ -10,7 +10,10 @@ void block_scores_prefill(benchmark::State& state, DType dtype) {
   const Tensor q_idx = random_tensor(dtype, {num_queries, 1, dim}, 1), k_idx = random_tensor(dtype, {num_keys, dim}, 2);
   const Tensor scores(DType::kF32, {num_queries, 1, (num_keys + block_size - 1) / block_size});
   BlockScoresArgs args{.config = {.num_q_heads = 1, .num_kv_heads = 1, .head_dim = 128, .index_dim = 128},
-                       .batch = sequence.batch(), .q_idx = q_idx.view(), .k_idx = k_idx.view(), .scores = scores.view(),
+                       .batch = sequence.batch(),
+                       .q_idx = q_idx.view(),
+                       .k_idx = k_idx.view(),
+                       .scores = scores.view(),
                        .options = {.backend = Backend::kCpu, .num_threads = num_threads()}};
   Workspace workspace(workspace_bytes(args));
   args.options.workspace = &workspace;

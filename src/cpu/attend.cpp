@@ -12,6 +12,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/attend.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target.h: compiled once per SIMD target.
 #include "cpu/attention-inl.h"
 #include "hwy/highway.h"
 
@@ -32,17 +33,22 @@ struct AttendTile {
 
   AttendTile(const core::SparseAttentionParams& p, std::int32_t of_seq, std::int32_t kv_head, std::int64_t begin, std::int64_t end,
              const AttentionScratch& worker_scratch)
-      : params(p), seq(of_seq), head(kv_head), token_begin(begin), num_tokens(end - begin), scratch(worker_scratch),
-        group(static_cast<std::size_t>(p.config.group_size())), dim(static_cast<std::size_t>(p.config.head_dim)) {}
+      : params(p),
+        seq(of_seq),
+        head(kv_head),
+        token_begin(begin),
+        num_tokens(end - begin),
+        scratch(worker_scratch),
+        group(static_cast<std::size_t>(p.config.group_size())),
+        dim(static_cast<std::size_t>(p.config.head_dim)) {}
 
   // Whole packs per token can be transposed once; otherwise each panel is packed from the rows it gathers.
   bool packs_per_token() const { return group % kLanes == 0; }
 
   const std::byte* q_row(std::int64_t token, std::size_t h) const {
     const TensorView& q = params.q;
-    return static_cast<const std::byte*>(q.data) +
-           (token * q.stride[0] + (std::int64_t{head} * static_cast<std::int64_t>(group) + static_cast<std::int64_t>(h)) * q.stride[1]) *
-               dtype_bytes(q.dtype);
+    const std::int64_t q_head = std::int64_t{head} * static_cast<std::int64_t>(group) + static_cast<std::int64_t>(h);
+    return static_cast<const std::byte*>(q.data) + (token * q.stride[0] + q_head * q.stride[1]) * dtype_bytes(q.dtype);
   }
   const std::int32_t* ids(std::int64_t i) const {
     const TensorView& ids = params.block_ids;
@@ -68,8 +74,9 @@ void AttendTile::prepare() const {
   std::fill_n(scratch.row_sum, num_rows, 0.0f);
   std::fill_n(scratch.out, num_rows * dim, 0.0f);
   if (packs_per_token()) {
-    pack_all(params.q.dtype, num_rows, dim,
-             [&](std::size_t r) { return q_row(token_begin + static_cast<std::int64_t>(r / group), r % group); }, scratch.q_packs);
+    pack_all(
+        params.q.dtype, num_rows, dim,
+        [&](std::size_t r) { return q_row(token_begin + static_cast<std::int64_t>(r / group), r % group); }, scratch.q_packs);
   }
 }
 
@@ -115,15 +122,17 @@ void AttendTile::attend_block(std::int32_t block, std::size_t num_gathered, std:
   if (most <= 0) return;
   const std::size_t num_keys = static_cast<std::size_t>(most);
   pack_values(params.v.block(params.geo, seq, block, head), params.v.dtype, params.v.stride_token, num_keys, dim, scratch.values);
-  const BlockKv kv{key_rows(params.k.block(params.geo, seq, block, head), params.k.dtype, params.k.stride_token, num_keys, dim,
-                            scratch.keys),
-                   scratch.values, num_keys, dim};
+  const BlockKv kv{
+      key_rows(params.k.block(params.geo, seq, block, head), params.k.dtype, params.k.stride_token, num_keys, dim, scratch.keys),
+      scratch.values, num_keys, dim};
   const float log2_scale = static_cast<float>(params.config.effective_softmax_scale() * 1.4426950408889634);
   const PanelScratch panel_scratch{scratch.panel_scores, scratch.row_max, scratch.row_sum, scratch.out};
 
   const std::size_t num_rows = num_gathered * group;
-  const std::size_t next_keys = next_block == kNoBlock ? 0 : static_cast<std::size_t>(std::clamp<std::int64_t>(
-      params.geo.seqlen_k(seq) - next_block * block_size, 0, block_size));
+  const std::size_t next_keys =
+      next_block == kNoBlock
+          ? 0
+          : static_cast<std::size_t>(std::clamp<std::int64_t>(params.geo.seqlen_k(seq) - next_block * block_size, 0, block_size));
   std::size_t vecs = 0, place = 0, h = 0;  // the next row is head h of the token at `place` of the list
   for (std::size_t begin = 0; begin < num_rows; begin += vecs * kLanes) {
     vecs = panel_vecs((num_rows - begin + kLanes - 1) / kLanes);
@@ -143,7 +152,8 @@ void AttendTile::attend_block(std::int32_t block, std::size_t num_gathered, std:
     }
     for (std::size_t r = panel.num_rows; r < vecs * kLanes; ++r) panel.limit[r] = 0;
     if (!packs_per_token()) {
-      pack_all(params.q.dtype, panel.num_rows, dim, [&](std::size_t r) { return rows[r]; }, scratch.panel_packs);
+      pack_all(
+          params.q.dtype, panel.num_rows, dim, [&](std::size_t r) { return rows[r]; }, scratch.panel_packs);
       for (std::size_t v = 0; v < vecs; ++v) panel.q[v] = scratch.panel_packs + v * kLanes * dim;
     }
     prefetch(next_block, next_keys * begin / num_rows, next_keys * (begin + panel.num_rows) / num_rows);
@@ -164,10 +174,10 @@ void AttendTile::finish() const {
         const std::int64_t q_head = std::int64_t{head} * static_cast<std::int64_t>(group) + static_cast<std::int64_t>(h);
         std::byte* at = static_cast<std::byte*>(out.data) +
                         ((token_begin + i) * out.stride[0] + q_head * out.stride[1]) * dtype_bytes(out.dtype);
-        float* lse_at = lse.given() ? static_cast<float*>(lse.data) + (token_begin + i) * lse.stride[0] + q_head * lse.stride[1]
-                                    : nullptr;
-        store_row<decltype(type)::value>(scratch.out + row * dim, scratch.row_max[row], scratch.row_sum[row], sees_keys,
-                                         log2_scale, dim, at, lse_at);
+        float* lse_at =
+            lse.given() ? static_cast<float*>(lse.data) + (token_begin + i) * lse.stride[0] + q_head * lse.stride[1] : nullptr;
+        store_row<decltype(type)::value>(scratch.out + row * dim, scratch.row_max[row], scratch.row_sum[row], sees_keys, log2_scale,
+                                         dim, at, lse_at);
       }
     }
   });

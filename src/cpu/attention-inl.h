@@ -219,9 +219,7 @@ HWY_NOINLINE void attend_panel(const Panel& panel, const BlockKv& block, float l
 }
 
 // How many packs the next panel takes when vecs_left remain: 2 + 2 runs faster than 3 + 1.
-HWY_INLINE std::size_t panel_vecs(std::size_t vecs_left) {
-  return vecs_left == 4 ? 2 : std::min<std::size_t>(vecs_left, kQkVecs);
-}
+HWY_INLINE std::size_t panel_vecs(std::size_t vecs_left) { return vecs_left == 4 ? 2 : std::min<std::size_t>(vecs_left, kQkVecs); }
 
 HWY_INLINE void attend_panel_of(std::size_t vecs, const Panel& panel, const BlockKv& block, float log2_scale,
                                 const PanelScratch& scratch, float* block_max) {

@@ -11,6 +11,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/dense.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target.h: compiled once per SIMD target.
 #include "cpu/attention-inl.h"
 #include "hwy/highway.h"
 
@@ -19,8 +20,8 @@ namespace openmsa::cpu {
 namespace HWY_NAMESPACE {
 
 // Packed tokens [begin, end) of sequence seq, heads of KV head `head`.
-void dense_tile(const core::DenseAttentionParams& params, std::int32_t seq, std::int32_t head, std::int64_t begin,
-                std::int64_t end, const AttentionScratch& scratch) {
+void dense_tile(const core::DenseAttentionParams& params, std::int32_t seq, std::int32_t head, std::int64_t begin, std::int64_t end,
+                const AttentionScratch& scratch) {
   const core::Geometry& geo = params.geo;
   const auto group = static_cast<std::size_t>(params.config.group_size()), dim = static_cast<std::size_t>(params.config.head_dim);
   const std::int64_t block_size = geo.block_size;
@@ -38,12 +39,13 @@ void dense_tile(const core::DenseAttentionParams& params, std::int32_t seq, std:
   std::fill_n(scratch.row_max, num_rows, kMinusInfinity);
   std::fill_n(scratch.row_sum, num_rows, 0.0f);
   std::fill_n(scratch.out, num_rows * dim, 0.0f);
-  pack_all(params.q.dtype, num_rows, dim,
-           [&](std::size_t r) {
-             return static_cast<const std::byte*>(params.q.data) +
-                    (token_of(r) * params.q.stride[0] + head_of(r) * params.q.stride[1]) * dtype_bytes(params.q.dtype);
-           },
-           scratch.q_packs);
+  pack_all(
+      params.q.dtype, num_rows, dim,
+      [&](std::size_t r) {
+        return static_cast<const std::byte*>(params.q.data) +
+               (token_of(r) * params.q.stride[0] + head_of(r) * params.q.stride[1]) * dtype_bytes(params.q.dtype);
+      },
+      scratch.q_packs);
 
   // Rows see ascending numbers of keys.
   const std::int64_t most = scratch.visible[num_rows - 1], num_blocks = ceil_div(most, block_size);
@@ -60,8 +62,9 @@ void dense_tile(const core::DenseAttentionParams& params, std::int32_t seq, std:
     const std::int64_t first_key = b * block_size;
     const std::size_t num_keys = static_cast<std::size_t>(std::min(block_size, most - first_key));
     pack_values(params.v.block(geo, seq, b, head), params.v.dtype, params.v.stride_token, num_keys, dim, scratch.values);
-    const BlockKv kv{key_rows(params.k.block(geo, seq, b, head), params.k.dtype, params.k.stride_token, num_keys, dim, scratch.keys),
-                     scratch.values, num_keys, dim};
+    const std::byte* const keys = params.k.block(geo, seq, b, head);
+    const BlockKv kv{key_rows(keys, params.k.dtype, params.k.stride_token, num_keys, dim, scratch.keys), scratch.values, num_keys,
+                     dim};
     std::size_t vecs = 0;
     for (std::size_t first = 0; first < num_rows; first += vecs * kLanes) {
       vecs = panel_vecs((num_rows - first + kLanes - 1) / kLanes);

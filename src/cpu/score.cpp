@@ -15,6 +15,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/score.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target.h: compiled once per SIMD target.
 #include "cpu/gemm-inl.h"
 #include "hwy/highway.h"
 
@@ -92,8 +93,7 @@ HWY_NOINLINE void score_panel(const float* const (&q)[kQkVecs], const BlockView&
                               std::size_t fewest_keys, const std::int32_t* limits, float* HWY_RESTRICT out) {
   Vec best[kVecs];
   // num_keys is a multiple of kKeys where every row sees all keys, unless the sequence ends inside the tile.
-  const bool done = fewest_keys >= num_keys && num_keys % kKeys == 0 &&
-                    block_max<kVecs, false>(q, block, num_keys, limits, best);
+  const bool done = fewest_keys >= num_keys && num_keys % kKeys == 0 && block_max<kVecs, false>(q, block, num_keys, limits, best);
   if (!done) block_max<kVecs, true>(q, block, num_keys, limits, best);
   for (int v = 0; v < kVecs; ++v) hn::Store(best[v], kFloats, out + v * kLanes);
 }
@@ -109,12 +109,14 @@ void score_rows(const ScoreInputs& in, std::int32_t seq, std::int64_t token_begi
   const auto* const q_data = static_cast<const std::byte*>(in.q_idx.data);
   const std::int64_t seq_begin = in.geo.query_begin(seq);
 
-  pack_all(in.q_idx.dtype, num_rows, dim,
-           [&](std::size_t r) {
-             const std::int64_t row = row_begin + static_cast<std::int64_t>(r);
-             return q_data + ((token_begin + row / num_heads) * in.q_idx.stride[0] + row % num_heads * in.q_idx.stride[1]) * element;
-           },
-           scratch.packs);
+  pack_all(
+      in.q_idx.dtype, num_rows, dim,
+      [&](std::size_t r) {
+        const std::int64_t row = row_begin + static_cast<std::int64_t>(r);
+        const std::int64_t token = token_begin + row / num_heads, head = row % num_heads;
+        return q_data + (token * in.q_idx.stride[0] + head * in.q_idx.stride[1]) * element;
+      },
+      scratch.packs);
   const std::size_t padded_rows = static_cast<std::size_t>(round_up(static_cast<std::int64_t>(num_rows), kMaxLanes));
   for (std::size_t r = 0; r < padded_rows; ++r) {
     const std::int64_t row = row_begin + static_cast<std::int64_t>(std::min(r, num_rows - 1));
@@ -135,9 +137,8 @@ void score_rows(const ScoreInputs& in, std::int32_t seq, std::int64_t token_begi
       continue;
     }
     const std::size_t block_keys = static_cast<std::size_t>(std::min(block_size, most - first_key));
-    const BlockView block{key_rows(in.k_idx.block(in.geo, seq, b, 0), in.k_idx.dtype, in.k_idx.stride_token, block_keys, dim,
-                                   scratch.keys),
-                          dim};
+    const BlockView block{
+        key_rows(in.k_idx.block(in.geo, seq, b, 0), in.k_idx.dtype, in.k_idx.stride_token, block_keys, dim, scratch.keys), dim};
     std::size_t vecs = 0;
     for (std::size_t begin = 0; begin < num_rows; begin += vecs * kLanes) {
       const std::size_t vecs_left = (num_rows - begin + kLanes - 1) / kLanes;
@@ -226,8 +227,8 @@ void score_tile(const ScoreInputs& inputs, std::int32_t seq, std::int64_t token_
                 std::int64_t stride_head, float* scratch) {
   const std::int64_t tile_rows = score_tile_rows(inputs.index_dim), num_rows = (token_end - token_begin) * inputs.num_kv_heads;
   float* const keys = scratch + tile_rows * inputs.index_dim;
-  const ScoreScratch parts{
-      scratch, keys, reinterpret_cast<std::int32_t*>(keys + std::int64_t{inputs.geo.block_size} * inputs.index_dim)};
+  const ScoreScratch parts{scratch, keys,
+                           reinterpret_cast<std::int32_t*>(keys + std::int64_t{inputs.geo.block_size} * inputs.index_dim)};
   for (std::int64_t begin = 0; begin < num_rows; begin += tile_rows) {
     HWY_DYNAMIC_DISPATCH(score_rows)
     (inputs, seq, token_begin, begin, std::min(num_rows, begin + tile_rows), block_begin, block_end, scores, stride_token,
