@@ -1,6 +1,8 @@
 // The CPU engine on every SIMD target that it is compiled for and this machine can run, not only on the best one.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "cpu/cpu.hpp"
 #include "cpu/targets.hpp"
 #include "hwy/highway.h"
@@ -55,6 +57,28 @@ TEST_P(CpuTargets, AttentionIsRight) {
     for (std::uint64_t seed = 520; seed < 532; ++seed) {
       Rng rng(seed);
       expect_attention_right(random_problem(seed, dtype), rng, seed % 3 == 0);
+    }
+  }
+}
+
+// Attention over a single key returns its value, so every 16-bit pattern goes through load and store once.
+TEST_P(CpuTargets, EveryHalfPatternIsLoadedAndStored) {
+  Layout layout;
+  layout.seqlens_q = layout.seqlens_k = std::vector<std::int32_t>(256, 1);
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    Rng rng(1);
+    Problem problem(make_config(1, 1, 256, 16, 16, 1), layout, dtype, rng, Values::kIntegers);
+    auto* patterns = static_cast<std::uint16_t*>(problem.v.view().data);
+    for (std::int32_t i = 0; i < 65536; ++i) patterns[i] = static_cast<std::uint16_t>(i);
+    const Tensor block_ids = run_index_select(problem, kCpu);
+    const Tensor outs[] = {run_dense_attention(problem, kCpu).out, run_sparse_attention(problem, block_ids, kCpu).out,
+                           run_sparse_decode(problem, block_ids, kCpu).out};
+    for (const Tensor& out : outs) {
+      for (std::int64_t i = 0; i < 65536; ++i) {
+        const double value = problem.v.get(i), found = out.get(i);
+        ASSERT_TRUE(found == value || (std::isnan(value) && std::isnan(found)))
+            << dtype_name(dtype) << " pattern " << std::hex << i << ": " << found << " from " << value;
+      }
     }
   }
 }
