@@ -4,6 +4,7 @@
 #include "openmsa/attention.hpp"
 #include "openmsa/batch.hpp"
 #include "openmsa/config.hpp"
+#include "openmsa/cuda.hpp"
 #include "openmsa/error.hpp"
 #include "openmsa/half.hpp"
 #include "openmsa/indexer.hpp"

@@ -66,12 +66,36 @@ Batch batch_of(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seql
           .max_seqlen_k = max_seqlen_k};
 }
 
+// What a call on a GPU needs besides its tensors: PyTorch's current stream, and scratch from PyTorch's own memory pool, which is
+// ordered by that stream and knows about graph capture.
+class GpuCall {
+ public:
+  template <typename Args>
+  explicit GpuCall(Args& args) {
+    const Device device = args.batch.cu_seqlens_q.device;
+    if (device.type != DeviceType::kCuda) return;
+    const nb::module_ torch = nb::module_::import_("torch");
+    args.options.cuda_stream =
+        reinterpret_cast<void*>(nb::cast<std::uintptr_t>(torch.attr("_C").attr("_cuda_getCurrentRawStream")(device.index)));
+    const std::size_t bytes = workspace_bytes(args);
+    if (bytes == 0) return;
+    memory_ = torch.attr("empty")(bytes, "dtype"_a = torch.attr("uint8"), "device"_a = torch.attr("device")("cuda", device.index));
+    workspace_ = Workspace(reinterpret_cast<void*>(nb::cast<std::uintptr_t>(memory_.attr("data_ptr")())), bytes, device);
+    args.options.workspace = &workspace_;
+  }
+
+ private:
+  nb::object memory_;
+  Workspace workspace_;
+};
+
 void py_block_scores(nb::handle q_idx, nb::handle k_idx, nb::handle scores, OPENMSA_CALL_PARAMETERS) {
   BlockScoresArgs args;
   OPENMSA_FILL_COMMON(args);
   args.q_idx = view_of(q_idx, "q_idx");
   args.k_idx = view_of(k_idx, "k_idx");
   args.scores = view_of(scores, "scores");
+  const GpuCall gpu(args);
   const nb::gil_scoped_release release;
   block_scores(args);
 }
@@ -81,6 +105,7 @@ void py_select_blocks(nb::handle scores, nb::handle block_ids, OPENMSA_CALL_PARA
   OPENMSA_FILL_COMMON(args);
   args.scores = view_of(scores, "scores");
   args.block_ids = view_of(block_ids, "block_ids");
+  const GpuCall gpu(args);
   const nb::gil_scoped_release release;
   select_blocks(args);
 }
@@ -91,6 +116,7 @@ void py_index_select(nb::handle q_idx, nb::handle k_idx, nb::handle block_ids, O
   args.q_idx = view_of(q_idx, "q_idx");
   args.k_idx = view_of(k_idx, "k_idx");
   args.block_ids = view_of(block_ids, "block_ids");
+  const GpuCall gpu(args);
   const nb::gil_scoped_release release;
   index_select(args);
 }
@@ -114,6 +140,7 @@ void py_sparse_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle bl
   args.block_ids = view_of(block_ids, "block_ids");
   args.out = view_of(out, "out");
   args.lse = optional_view_of(lse, "lse");
+  const GpuCall gpu(args);
   const nb::gil_scoped_release release;
   decode ? sparse_decode(args) : sparse_attention(args);
 }
@@ -128,6 +155,7 @@ void py_dense_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle out
   args.out = view_of(out, "out");
   args.lse = optional_view_of(lse, "lse");
   args.block_max = optional_view_of(block_max, "block_max");
+  const GpuCall gpu(args);
   const nb::gil_scoped_release release;
   dense_attention(args);
 }
@@ -177,6 +205,13 @@ NB_MODULE(_core, module) {
   module.def("version", &version);
   module.def("list_backends", &py_list_backends, "Tuples (backend, compiled, available, detail).");
   module.def("list_kernels", &py_list_kernels, "Tuples (stage, backend, name, supports).");
+  module.def(
+      "synchronize",
+      [](std::int32_t device, std::uintptr_t stream) {
+        const nb::gil_scoped_release release;
+        synchronize({DeviceType::kCuda, device}, reinterpret_cast<void*>(stream));
+      },
+      "device"_a, "stream"_a);
   module.def("simd_target", &cpu::simd_target);
   module.def("limit_simd_target", &cpu::limit_simd_target, "name"_a, "'avx2' or 'best'; for `openmsa bench` and tests.");
   module.def(

@@ -13,7 +13,7 @@ from ._core import version as _version
 from .batch import Batch
 from .config import MsaConfig
 from .errors import DeviceError, Error, InvalidArgumentError, OutOfPagesError, OutOfWorkspaceError, UnsupportedError
-from .info import BackendInfo, KernelInfo, list_backends, list_kernels
+from .info import BackendInfo, KernelInfo, list_backends, list_kernels, synchronize
 from .ops import (
     block_scores,
     dense_attention,
@@ -35,7 +35,7 @@ __all__ = [
     "BackendInfo", "Batch", "CacheStep", "DeviceError", "Error", "InvalidArgumentError", "KernelInfo", "MsaConfig",
     "OutOfPagesError", "OutOfWorkspaceError", "PagedKvCache", "UnsupportedError", "block_scores", "dense_attention", "errors",
     "hf", "index_select", "list_backends", "list_kernels", "msa_attention", "nn", "select_blocks", "sparse_attention",
-    "sparse_decode",
+    "sparse_decode", "synchronize",
 ]  # fmt: skip
 
 _LAZY_MODULES = {"nn": "nn", "hf": "hf", "PagedKvCache": "cache", "CacheStep": "cache"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import _core
 
@@ -29,6 +29,18 @@ class KernelInfo(NamedTuple):
     name: str
     supports: str
     """The dtypes and sizes it takes, in words."""
+
+
+def synchronize(device: Any = "cuda") -> None:
+    """Waits for PyTorch's current stream on a GPU and raises what checks on the device found: broken offsets, page ids, block ids.
+
+    Without it, the next call on that device raises them; the results of the faulty call are undefined.
+    """
+    import torch
+
+    device = torch.device(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _core.synchronize(index, torch.cuda.current_stream(index).cuda_stream)
 
 
 def list_backends() -> list[BackendInfo]:

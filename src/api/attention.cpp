@@ -63,7 +63,7 @@ SparseCall prepare(const SparseAttentionArgs& args, Mode mode) {
       checker.tensor("block_ids", args.block_ids, core::dtype_bit(DType::kI32),
                      {api::tokens_of(tensors.q, "q.shape[0]"), api::kv_heads(config), api::slots(config)}, Role::kInput);
   const Backend backend = checker.device();
-  const core::Geometry geo = api::make_geometry(tensors.batch, config, "q", tensors.q.shape[0]);
+  core::Geometry geo = api::make_geometry(tensors.batch, config, "q", tensors.q.shape[0]);
   api::check_key_extent(checker, "k", tensors.k, geo);
   api::check_block_ids(checker, block_ids, geo);
   checker.overlap();
@@ -75,7 +75,7 @@ SparseCall prepare(const SparseAttentionArgs& args, Mode mode) {
            block_ids,
            tensors.out,
            tensors.lse,
-           {.num_threads = checker.num_threads()}},
+           checker.context()},
           backend,
           request_of(config, tensors.q.dtype, config.top_k)};
 }
@@ -98,7 +98,7 @@ api::Call<core::DenseAttentionParams> prepare(const DenseAttentionArgs& args, Mo
   const Backend backend = checker.device();
   const auto& kernel = api::require_kernel("dense_attention", core::kernels<core::DenseAttentionParams>(), args.options.backend,
                                            backend, request_of(config, tensors.q.dtype, 0));
-  const core::Geometry geo = api::make_geometry(tensors.batch, config, "q", tensors.q.shape[0]);
+  core::Geometry geo = api::make_geometry(tensors.batch, config, "q", tensors.q.shape[0]);
   api::check_key_extent(checker, "k", tensors.k, geo);
   if (block_max.given()) api::check_block_width("block_max", block_max, geo);
   checker.overlap();
@@ -110,7 +110,7 @@ api::Call<core::DenseAttentionParams> prepare(const DenseAttentionArgs& args, Mo
            tensors.out,
            tensors.lse,
            block_max,
-           {.num_threads = checker.num_threads()}},
+           checker.context()},
           &kernel};
 }
 

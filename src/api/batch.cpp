@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <limits>
 
 #include "api/check.hpp"
@@ -103,6 +104,22 @@ core::Geometry make_geometry(const Batch& batch, const MsaConfig& config, const 
   geo.q_start = batch.q_start.given() ? int32_data(batch.q_start) : nullptr;
   geo.total_q = total_q;
   geo.block_size = config.block_size;
+  if (batch.page_table.given()) geo.max_pages = batch.page_table.shape[1];
+  if (batch.cu_seqlens_q.device.type == DeviceType::kCuda) {
+    // Nothing is copied back to look: upper bounds stand in for the lengths, and kernels check what they read.
+    if (batch.page_table.given()) {
+      geo.seqlens_k = int32_data(batch.seqlens_k);
+      geo.page_table = int32_data(batch.page_table);
+      geo.stride_page_table = batch.page_table.stride[0];
+    } else {
+      geo.cu_seqlens_k = int32_data(batch.cu_seqlens_k);
+    }
+    check_hint("batch.max_seqlen_q", batch.max_seqlen_q, 0, 0, "queries");
+    check_hint("batch.max_seqlen_k", batch.max_seqlen_k, 0, 0, "keys");
+    geo.max_seqlen_q = batch.max_seqlen_q > 0 ? std::min(batch.max_seqlen_q, total_q) : total_q;
+    geo.max_seqlen_k = batch.max_seqlen_k > 0 ? batch.max_seqlen_k : geo.max_pages * geo.block_size;  // packed: see check_key_extent
+    return geo;
+  }
   check_cumulative("batch.cu_seqlens_q", geo.cu_seqlens_q, geo.num_seqs);
   check_cumulative_end("batch.cu_seqlens_q", geo.cu_seqlens_q[geo.num_seqs], q_name, total_q, "T");
   if (batch.page_table.given()) {
@@ -166,13 +183,21 @@ TensorView check_keys(Checker& checker, const char* name, const TensorView& view
   return checker.tensor(name, view, kFloatDTypes, {{"S"}, row}, Role::kInput);
 }
 
-void check_key_extent(const Checker& checker, const char* name, const TensorView& keys, const core::Geometry& geo) {
+void check_key_extent(const Checker& checker, const char* name, const TensorView& keys, core::Geometry& geo) {
+  const bool on_gpu = keys.device.type == DeviceType::kCuda;
   if (!geo.paged()) {
     check_token_count(name, keys.shape[0]);
+    geo.total_k = keys.shape[0];
+    if (on_gpu) {
+      geo.max_seqlen_k = geo.max_seqlen_k > 0 ? std::min(geo.max_seqlen_k, geo.total_k) : geo.total_k;
+      return;
+    }
     check_cumulative_end("batch.cu_seqlens_k", geo.cu_seqlens_k[geo.num_seqs], name, keys.shape[0], "S");
     return;
   }
-  if (checker.mode() == Mode::kSize || checker.options().trust_indices) return;
+  geo.num_pages = keys.shape[0];
+  check_token_count(name, geo.num_pages);
+  if (on_gpu || checker.mode() == Mode::kSize || checker.options().trust_indices) return;
   const std::int64_t num_pages = keys.shape[0];
   for (std::int32_t s = 0; s < geo.num_seqs; ++s) {
     const std::int32_t* pages = geo.page_table + s * geo.stride_page_table;
@@ -189,7 +214,7 @@ void check_key_extent(const Checker& checker, const char* name, const TensorView
 }
 
 void check_block_ids(const Checker& checker, const TensorView& block_ids, const core::Geometry& geo) {
-  if (checker.mode() == Mode::kSize || checker.options().trust_indices) return;
+  if (block_ids.device.type == DeviceType::kCuda || checker.mode() == Mode::kSize || checker.options().trust_indices) return;
   const std::int64_t num_heads = block_ids.shape[1], top_k = block_ids.shape[2];
   const auto fail = [](std::int64_t t, std::int64_t g, std::int64_t slot, std::int32_t id, const std::string& rule) {
     refuse("block_ids", subscript(t) + subscript(g) + subscript(slot) + " is " + std::to_string(id) + rule);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/thread_pool.hpp"
+#include "cuda/device.hpp"
 
 namespace openmsa::api {
 namespace {
@@ -241,6 +242,30 @@ TensorView Checker::check(const char* name, const TensorView& view, std::uint32_
   return checked;
 }
 
+namespace {
+
+// Asked once: which GPUs this build can use does not change while a process runs.
+const cuda::DeviceStatus& gpu_status() {
+  static const cuda::DeviceStatus status = cuda::device_status();
+  return status;
+}
+
+// Kernels read rows of 16-bit elements as 16-byte pieces, by plain loads and by the copy engine alike.
+void check_gpu_alignment(const char* name, const TensorView& view) {
+  constexpr std::int64_t kBytes = 16;
+  if (dtype_bytes(view.dtype) != 2 || view.numel() == 0) return;
+  if (reinterpret_cast<std::uintptr_t>(view.data) % kBytes != 0) {
+    refuse(name, "has an address that is not a multiple of 16 bytes, which GPU kernels need. Pass a tensor of its own, not a view at an odd offset.");
+  }
+  for (int i = 0; i + 1 < view.rank; ++i) {
+    if (view.shape[i] <= 1 || view.stride[i] * 2 % kBytes == 0) continue;
+    refuse(name, "has a stride of " + std::to_string(view.stride[i]) + " elements in axis " + std::to_string(i) +
+                     "; GPU kernels need a multiple of 8 (16 bytes). Pass a contiguous copy.");
+  }
+}
+
+}  // namespace
+
 Backend Checker::device() const {
   const Entry& first = entries_.front();
   for (const Entry& entry : entries_) {
@@ -251,10 +276,18 @@ Backend Checker::device() const {
   const Backend backend = options_.backend;
   const DeviceType type = first.view.device.type;
   if (backend == Backend::kCuda || (backend == Backend::kAuto && type == DeviceType::kCuda)) {
-    refuse(type == DeviceType::kCuda ? first.name : "options.backend",
-           (type == DeviceType::kCuda ? "is on " + device_text(first.view.device) : std::string("is cuda")) +
-               ", but this build has no CUDA kernels. Move the tensors to the CPU and use backend auto or cpu.",
-           ErrorCode::kDevice);
+    const cuda::DeviceStatus& gpu = gpu_status();
+    const std::string found = type == DeviceType::kCuda ? "is on " + device_text(first.view.device) : std::string("is cuda");
+    const char* argument = type == DeviceType::kCuda ? first.name : "options.backend";
+    if (!gpu.available) {
+      refuse(argument, found + ", but no GPU can be used: " + gpu.detail + ". Move the tensors to the CPU and use backend auto or cpu.",
+             ErrorCode::kDevice);
+    }
+    if (type != DeviceType::kCuda) {
+      refuse("options.backend", std::string("is cuda, but ") + first.name + " is on the CPU. Move the tensors to the GPU.");
+    }
+    for (const Entry& entry : entries_) check_gpu_alignment(entry.name, entry.view);
+    return Backend::kCuda;
   }
   if (type != DeviceType::kCpu) {
     refuse(first.name, "is on " + device_text(first.view.device) + ", but options.backend is " + backend_name(backend) +

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/geometry.hpp"
+#include "core/params.hpp"
 #include "core/registry.hpp"
 #include "openmsa/batch.hpp"
 #include "openmsa/config.hpp"
@@ -70,6 +71,8 @@ class Checker {
   // float32, and float64 where the reference backend was asked for by name.
   std::uint32_t result_dtypes() const;
   std::int32_t num_threads() const;
+  // Threads and stream; the arena is added when the call runs.
+  core::Context context() const { return {.num_threads = num_threads(), .stream = options_.cuda_stream}; }
 
  private:
   struct Entry {
@@ -97,7 +100,8 @@ core::Geometry make_geometry(const Batch& batch, const MsaConfig& config, const 
 TensorView check_keys(Checker& checker, const char* name, const TensorView& view, const Batch& batch, const MsaConfig& config,
                       std::int32_t num_heads, Axis row);
 // S (packed) or page ids and num_pages (paged) against the batch; page ids are left alone when the caller vouches for them.
-void check_key_extent(const Checker& checker, const char* name, const TensorView& keys, const core::Geometry& geo);
+// Fills in what the geometry takes from the keys. Contents on a GPU are checked there, where they are used.
+void check_key_extent(const Checker& checker, const char* name, const TensorView& keys, core::Geometry& geo);
 // Every list strictly ascending, -1 only in its tail, every block holding a key its query sees.
 void check_block_ids(const Checker& checker, const TensorView& block_ids, const core::Geometry& geo);
 // scores, block_max: wide enough for the longest sequence.

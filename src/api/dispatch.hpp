@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "api/check.hpp"
+#include "cuda/device.hpp"
 
 namespace openmsa::api {
 
@@ -47,6 +48,17 @@ struct Call {
   const core::Kernel<Params>* kernel;
 };
 
+template <typename Params>
+std::int32_t device_of(const Params& params) {
+  if constexpr (requires { params.q; }) {
+    return params.q.device.index;
+  } else if constexpr (requires { params.q_idx; }) {
+    return params.q_idx.device.index;
+  } else {
+    return params.scores.device.index;
+  }
+}
+
 // An empty batch has nothing to do and needs no scratch.
 template <typename Params>
 std::size_t scratch_bytes(Call<Params> call) {
@@ -59,12 +71,15 @@ std::size_t scratch_bytes(Call<Params> call) {
 
 template <typename Params>
 void run(Call<Params> call, const RunOptions& options) {
+  const bool on_gpu = call.kernel->backend == Backend::kCuda;
+  if (on_gpu) cuda::throw_device_fault(device_of(call.params));
   if (call.params.geo.total_q == 0) return;
   const std::size_t needed = scratch_bytes(call);
   if (options.workspace != nullptr) {
     const Workspace& workspace = *options.workspace;
-    if (workspace.device().type != DeviceType::kCpu) {
-      refuse("options.workspace", "is GPU memory, but this call runs on the CPU. Pass host memory, or none.");
+    if (on_gpu != (workspace.device().type == DeviceType::kCuda)) {
+      refuse("options.workspace", on_gpu ? "is host memory, but this call runs on a GPU. Pass memory of that GPU, or none."
+                                         : "is GPU memory, but this call runs on the CPU. Pass host memory, or none.");
     }
     if (workspace.bytes() < needed || (workspace.data() == nullptr && needed > 0)) {
       refuse("options.workspace",
@@ -73,6 +88,13 @@ void run(Call<Params> call, const RunOptions& options) {
              ErrorCode::kOutOfWorkspace);
     }
     core::Arena arena(static_cast<std::byte*>(workspace.data()), workspace.bytes());
+    call.params.context.arena = &arena;
+    call.kernel->run(call.params);
+    return;
+  }
+  if (on_gpu) {
+    const cuda::StreamScratch scratch(device_of(call.params), needed, options.cuda_stream);
+    core::Arena arena(static_cast<std::byte*>(scratch.data()), needed);
     call.params.context.arena = &arena;
     call.kernel->run(call.params);
     return;

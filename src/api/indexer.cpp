@@ -1,5 +1,8 @@
 #include "openmsa/indexer.hpp"
 
+#include <algorithm>
+#include <limits>
+
 #include "api/dispatch.hpp"
 
 namespace openmsa {
@@ -31,11 +34,11 @@ api::Call<core::BlockScoresParams> prepare(const BlockScoresArgs& args, Mode mod
   const Backend backend = checker.device();
   const auto& kernel = api::require_kernel("block_scores", core::kernels<core::BlockScoresParams>(), args.options.backend, backend,
                                            {.dtype = q_idx.dtype, .index_dim = config.index_dim, .block_size = config.block_size});
-  const core::Geometry geo = api::make_geometry(batch, config, "q_idx", q_idx.shape[0]);
+  core::Geometry geo = api::make_geometry(batch, config, "q_idx", q_idx.shape[0]);
   api::check_key_extent(checker, "k_idx", k_idx, geo);
   api::check_block_width("scores", scores, geo);
   checker.overlap();
-  return {{config, geo, q_idx, core::KeyBlocks::of(k_idx, geo.paged()), scores, {.num_threads = checker.num_threads()}}, &kernel};
+  return {{config, geo, q_idx, core::KeyBlocks::of(k_idx, geo.paged()), scores, checker.context()}, &kernel};
 }
 
 api::Call<core::SelectBlocksParams> prepare(const SelectBlocksArgs& args, Mode mode) {
@@ -52,10 +55,15 @@ api::Call<core::SelectBlocksParams> prepare(const SelectBlocksArgs& args, Mode m
   const auto& kernel =
       api::require_kernel("select_blocks", core::kernels<core::SelectBlocksParams>(), args.options.backend, backend,
                           {.dtype = scores.dtype, .block_size = config.block_size, .top_k = config.top_k});
-  const core::Geometry geo = api::make_geometry(batch, config, "scores", scores.shape[0]);
+  core::Geometry geo = api::make_geometry(batch, config, "scores", scores.shape[0]);
+  if (backend == Backend::kCuda) {
+    // No keys here to take bounds from: the score rows hold what can be seen.
+    geo.total_k = -1;
+    if (geo.max_seqlen_k == 0) geo.max_seqlen_k = std::min<std::int64_t>(scores.shape[2] * config.block_size, std::numeric_limits<std::int32_t>::max());
+  }
   api::check_block_width("scores", scores, geo);
   checker.overlap();
-  return {{config, geo, scores, block_ids, {.num_threads = checker.num_threads()}}, &kernel};
+  return {{config, geo, scores, block_ids, checker.context()}, &kernel};
 }
 
 api::Call<core::IndexSelectParams> prepare(const IndexSelectArgs& args, Mode mode) {
@@ -75,10 +83,10 @@ api::Call<core::IndexSelectParams> prepare(const IndexSelectArgs& args, Mode mod
   const auto& kernel = api::require_kernel(
       "index_select", core::kernels<core::IndexSelectParams>(), args.options.backend, backend,
       {.dtype = q_idx.dtype, .index_dim = config.index_dim, .block_size = config.block_size, .top_k = config.top_k});
-  const core::Geometry geo = api::make_geometry(batch, config, "q_idx", q_idx.shape[0]);
+  core::Geometry geo = api::make_geometry(batch, config, "q_idx", q_idx.shape[0]);
   api::check_key_extent(checker, "k_idx", k_idx, geo);
   checker.overlap();
-  return {{config, geo, q_idx, core::KeyBlocks::of(k_idx, geo.paged()), block_ids, {.num_threads = checker.num_threads()}},
+  return {{config, geo, q_idx, core::KeyBlocks::of(k_idx, geo.paged()), block_ids, checker.context()},
           &kernel};
 }
 

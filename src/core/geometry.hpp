@@ -18,7 +18,9 @@ struct Geometry {
   std::int64_t stride_page_table = 0;           // elements from one sequence's row to the next
   const std::int32_t* q_start = nullptr;        // [B] or null
   std::int64_t total_q = 0;                     // T
-  std::int64_t max_seqlen_q = 0;                // over the batch, exact on the CPU
+  std::int64_t total_k = 0;                     // S, packed keys
+  std::int64_t num_pages = 0, max_pages = 0;    // paged keys: pages in the pool, entries of a page_table row
+  std::int64_t max_seqlen_q = 0;                // over the batch: exact on the CPU, upper bounds where the lengths lie on a GPU
   std::int64_t max_seqlen_k = 0;
   std::int32_t block_size = 0;                  // Bk
 

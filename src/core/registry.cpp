@@ -1,6 +1,7 @@
 #include "core/registry.hpp"
 
 #include "cpu/cpu.hpp"
+#include "cuda/cuda.hpp"
 #include "reference/reference.hpp"
 
 namespace openmsa::core {
@@ -16,6 +17,20 @@ constexpr Limits kCpuScoreLimits{.index_dim = kCpuDim, .block_size = kCpuBlock};
 constexpr Limits kCpuSelectLimits{.dtypes = dtype_bit(DType::kF32), .block_size = kCpuBlock, .top_k = kCpuTopK};
 constexpr Limits kCpuIndexLimits{.index_dim = kCpuDim, .block_size = kCpuBlock, .top_k = kCpuTopK};
 constexpr Limits kCpuSparseLimits{.head_dim = kCpuDim, .block_size = kCpuBlock, .top_k = kCpuTopK};
+#if OPENMSA_HAVE_CUDA
+constexpr std::uint32_t kHalfDTypes = dtype_bit(DType::kBF16) | dtype_bit(DType::kF16);
+constexpr Range kCudaDim{64, 128, 32};
+constexpr Range kCudaBlock{64, 128, 64};
+constexpr Range kCudaTopK{1, 32, 1};
+constexpr Range kCudaGroup{1, 16, 1};
+constexpr Limits kCudaScoreLimits{.dtypes = kHalfDTypes, .index_dim = kCudaDim, .block_size = kCudaBlock};
+constexpr Limits kCudaSelectLimits{.dtypes = dtype_bit(DType::kF32), .top_k = kCudaTopK};
+constexpr Limits kCudaIndexLimits{.dtypes = kHalfDTypes, .index_dim = kCudaDim, .block_size = kCudaBlock, .top_k = kCudaTopK};
+constexpr Limits kCudaSparseLimits{
+    .dtypes = kHalfDTypes, .head_dim = kCudaDim, .block_size = kCudaBlock, .top_k = kCudaTopK, .group_size = kCudaGroup};
+constexpr Limits kCudaDenseLimits{.dtypes = kHalfDTypes, .head_dim = kCudaDim, .block_size = kCudaBlock, .group_size = kCudaGroup};
+#endif
+
 constexpr Limits kCpuDenseLimits{.head_dim = kCpuDim, .block_size = kCpuBlock};
 
 std::string describe(const Range& range) {
@@ -78,6 +93,9 @@ std::string describe(const Limits& limits) {
 template <>
 const std::vector<Kernel<BlockScoresParams>>& kernels() {
   static const std::vector<Kernel<BlockScoresParams>> table = {
+      #if OPENMSA_HAVE_CUDA
+      {Backend::kCuda, "sm90_score", kCudaScoreLimits, cuda::block_scores, cuda::block_scores_reserve},
+#endif
       {Backend::kCpu, "cpu_score", kCpuScoreLimits, cpu::block_scores, cpu::block_scores_reserve},
       {Backend::kReference, "reference_score", kOracleLimits, reference::block_scores, nullptr},
   };
@@ -87,6 +105,9 @@ const std::vector<Kernel<BlockScoresParams>>& kernels() {
 template <>
 const std::vector<Kernel<SelectBlocksParams>>& kernels() {
   static const std::vector<Kernel<SelectBlocksParams>> table = {
+      #if OPENMSA_HAVE_CUDA
+      {Backend::kCuda, "smxx_select", kCudaSelectLimits, cuda::select_blocks, nullptr},
+#endif
       {Backend::kCpu, "cpu_select", kCpuSelectLimits, cpu::select_blocks, nullptr},
       {Backend::kReference, "reference_select", kOracleLimits, reference::select_blocks, nullptr},
   };
@@ -96,6 +117,9 @@ const std::vector<Kernel<SelectBlocksParams>>& kernels() {
 template <>
 const std::vector<Kernel<IndexSelectParams>>& kernels() {
   static const std::vector<Kernel<IndexSelectParams>> table = {
+      #if OPENMSA_HAVE_CUDA
+      {Backend::kCuda, "sm90_index_select", kCudaIndexLimits, cuda::index_select, cuda::index_select_reserve},
+#endif
       {Backend::kCpu, "cpu_index_select", kCpuIndexLimits, cpu::index_select, cpu::index_select_reserve},
       {Backend::kReference, "reference_index_select", kOracleLimits, reference::index_select, reference::index_select_reserve},
   };
@@ -105,6 +129,9 @@ const std::vector<Kernel<IndexSelectParams>>& kernels() {
 template <>
 const std::vector<Kernel<SparseAttentionParams>>& kernels() {
   static const std::vector<Kernel<SparseAttentionParams>> table = {
+      #if OPENMSA_HAVE_CUDA
+      {Backend::kCuda, "sm90_attend", kCudaSparseLimits, cuda::sparse_attention, cuda::sparse_attention_reserve},
+#endif
       {Backend::kCpu, "cpu_attend", kCpuSparseLimits, cpu::sparse_attention, cpu::sparse_attention_reserve},
       {Backend::kReference, "reference_attend", kOracleLimits, reference::sparse_attention, nullptr},
   };
@@ -113,6 +140,9 @@ const std::vector<Kernel<SparseAttentionParams>>& kernels() {
 
 const std::vector<Kernel<SparseAttentionParams>>& decode_kernels() {
   static const std::vector<Kernel<SparseAttentionParams>> table = {
+      #if OPENMSA_HAVE_CUDA
+      {Backend::kCuda, "smxx_decode", kCudaSparseLimits, cuda::sparse_decode, cuda::sparse_decode_reserve},
+#endif
       {Backend::kCpu, "cpu_decode", kCpuSparseLimits, cpu::sparse_decode, cpu::sparse_decode_reserve},
       {Backend::kReference, "reference_attend", kOracleLimits, reference::sparse_attention, nullptr},
   };
@@ -122,6 +152,9 @@ const std::vector<Kernel<SparseAttentionParams>>& decode_kernels() {
 template <>
 const std::vector<Kernel<DenseAttentionParams>>& kernels() {
   static const std::vector<Kernel<DenseAttentionParams>> table = {
+      #if OPENMSA_HAVE_CUDA
+      {Backend::kCuda, "sm90_dense", kCudaDenseLimits, cuda::dense_attention, cuda::dense_attention_reserve},
+#endif
       {Backend::kCpu, "cpu_dense", kCpuDenseLimits, cpu::dense_attention, cpu::dense_attention_reserve},
       {Backend::kReference, "reference_dense", kOracleLimits, reference::dense_attention, nullptr},
   };

@@ -2,6 +2,8 @@
 // without a GPU.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace openmsa::cuda {
@@ -14,5 +16,26 @@ struct DeviceStatus {
 
 // Asks the driver anew at each call. Never throws, creates a CUDA context only on a GPU this build has code for.
 DeviceStatus device_status();
+
+// Throws what checks on the device found in earlier calls (broken offsets, page ids, block ids), if anything. Does not wait.
+void throw_device_fault(std::int32_t device);
+
+// Scratch of a call whose caller gave none: taken from and returned to the device's memory pool in stream order.
+class StreamScratch {
+ public:
+  StreamScratch(std::int32_t device, std::size_t bytes, void* stream);
+  ~StreamScratch();
+  StreamScratch(const StreamScratch&) = delete;
+  StreamScratch& operator=(const StreamScratch&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  std::int32_t device_;
+  void* stream_;
+  void* data_ = nullptr;
+};
+
+// Waits for the stream, then throws like throw_device_fault.
+void synchronize(std::int32_t device, void* stream);
 
 }  // namespace openmsa::cuda

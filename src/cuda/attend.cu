@@ -1,0 +1,172 @@
+#include <algorithm>
+
+#include "cuda/cuda.hpp"
+#include "cuda/dense.hpp"
+#include "cuda/instances.hpp"
+#include "cuda/plan.hpp"
+#include "cuda/sm90_attend.cuh"
+#include "cuda/smxx_combine.cuh"
+#include "cuda/smxx_invert.cuh"
+#include "cuda/smxx_union.cuh"
+
+namespace openmsa::cuda {
+namespace {
+
+// Query tokens per chunk: partials take Hkv * k * Gp * D * 2 bytes a token, 4 GiB at the reference shape.
+constexpr std::int64_t kChunkTokens = 16384;
+constexpr std::int32_t kMaxItem = 512;     // tokens of a work item; 256 to 2,048 measure within 3%
+constexpr std::int32_t kUnionTokens = 8;
+// A union step costs about as much as 4.5 (token, slot) pairs of the other way; see docs/kernels.md.
+std::int32_t union_limit(std::int32_t top_k) { return std::min(top_k * 7 / 4, kMaxUnion); }
+
+struct Scratch {
+  std::int64_t chunk;        // tokens
+  std::int64_t num_blocks;   // of all sequences, at most
+  std::int64_t num_slots;    // chunk * Hkv * k
+  std::int32_t log_group;
+  void* partial;
+  float* partial_lse;
+  std::int32_t *ranks, *offsets, *taken, *num_entries, *work;
+  std::uint32_t *entries, *union_entries;
+  AttendItem* items;
+  // Zeroed before every chunk, in one piece: counts, then next_item, num_work, num_items.
+  std::int32_t* counts;
+  std::size_t zero_bytes;
+  std::int32_t *next_item, *num_work, *num_items;
+  Plan plan;
+};
+
+std::int64_t max_total_blocks(const core::Geometry& geo) {
+  if (geo.paged()) return geo.num_seqs * geo.max_num_blocks();
+  return geo.total_k / geo.block_size + geo.num_seqs;
+}
+
+Scratch reserve(const core::SparseAttentionParams& params) {
+  core::Arena& arena = *params.context.arena;
+  const MsaConfig& config = params.config;
+  Scratch s{};
+  s.chunk = std::min(params.geo.total_q, kChunkTokens);
+  s.num_blocks = max_total_blocks(params.geo);
+  s.log_group = log2_ceil(config.group_size());
+  const std::int64_t pairs = s.chunk * config.num_kv_heads;
+  s.num_slots = pairs * config.top_k;
+  const auto take = [&](std::int64_t count) { return arena.take<std::int32_t>(static_cast<std::size_t>(count)); };
+  s.partial = arena.take<std::uint16_t>(static_cast<std::size_t>((s.num_slots << s.log_group) * config.head_dim));
+  s.partial_lse = arena.take<float>(static_cast<std::size_t>(s.num_slots << s.log_group));
+  s.ranks = take(s.num_slots);
+  s.entries = arena.take<std::uint32_t>(static_cast<std::size_t>(s.num_slots));
+  const std::int64_t keys = config.num_kv_heads * s.num_blocks;
+  s.offsets = take(keys);
+  s.items = arena.take<AttendItem>(static_cast<std::size_t>(s.num_slots / kMaxItem + keys));
+  s.taken = take(pairs);
+  s.counts = take(keys + 3);
+  s.zero_bytes = static_cast<std::size_t>(keys + 3) * sizeof(std::int32_t);
+  s.next_item = s.counts + keys;
+  s.num_work = s.next_item + 1;
+  s.num_items = s.num_work + 1;
+  s.plan = reserve_plan(arena, params.geo, s.chunk, kUnionTokens);
+  const std::int64_t tiles = std::int64_t{s.plan.capacity} * config.num_kv_heads;
+  s.union_entries = arena.take<std::uint32_t>(static_cast<std::size_t>(tiles * kMaxUnion));
+  s.num_entries = take(tiles);
+  s.work = take(tiles);
+  return s;
+}
+
+// The union kernel's tiles are 8 tokens of 16 rows each.
+bool can_unite(const Scratch& scratch) { return scratch.log_group == 4; }
+
+void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std::int64_t begin, std::int64_t end) {
+  const MsaConfig& config = params.config;
+  const core::Geometry& geo = params.geo;
+  void* stream = params.context.stream;
+  const BatchParams batch = batch_params(geo);
+  const auto chunk_begin = static_cast<std::int32_t>(begin), chunk_tokens = static_cast<std::int32_t>(end - begin);
+  const auto* ids = static_cast<const std::int32_t*>(params.block_ids.data);
+  const std::int64_t stride_token = params.block_ids.stride[0], stride_group = params.block_ids.stride[1];
+  const std::int64_t slots = std::int64_t{chunk_tokens} * config.num_kv_heads * config.top_k;
+  check(cudaMemsetAsync(s.counts, 0, s.zero_bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+  launch_plan(s.plan, batch, begin, end, kUnionTokens, stream);
+
+  std::int32_t* taken = nullptr;
+  if (can_unite(s)) {
+    taken = s.taken;
+    // Tokens of a broken sequence are in no tile; nobody serves them.
+    check(cudaMemsetAsync(taken, 0, static_cast<std::size_t>(chunk_tokens) * config.num_kv_heads * sizeof(std::int32_t),
+                          static_cast<cudaStream_t>(stream)),
+          "cudaMemsetAsync");
+    const UnionParams unite{batch, s.plan.tiles, ids, stride_token, stride_group, s.plan.capacity, config.num_kv_heads, config.top_k,
+                            union_limit(config.top_k), s.union_entries, s.num_entries, taken, chunk_begin, s.work, s.num_work};
+    launch(smxx_union_kernel, dim3(blocks_for(std::int64_t{s.plan.capacity} * config.num_kv_heads, 4)), 128, 0, stream, false, unite);
+  }
+  const InvertParams invert{batch, ids, stride_token, stride_group, s.plan.block_begin, taken, chunk_begin, chunk_tokens,
+                            config.num_kv_heads, config.top_k, kMaxItem, s.counts, s.offsets, s.ranks, s.entries, s.items, s.num_items};
+  launch(smxx_invert_count_kernel, dim3(blocks_for(slots, 256)), 256, 0, stream, false, invert);
+  launch(smxx_invert_items_kernel, dim3(1), kScanThreads, 0, stream, false, invert);
+  launch(smxx_invert_fill_kernel, dim3(blocks_for(slots, 256)), 256, 0, stream, false, invert);
+
+  AttendParams attend{};
+  attend.batch = batch;
+  attend.items = s.items;
+  attend.num_items = s.num_items;
+  attend.next_item = s.next_item;
+  attend.entries = s.entries;
+  attend.partial_lse = s.partial_lse;
+  attend.chunk_begin = chunk_begin;
+  attend.num_groups = config.num_kv_heads;
+  attend.top_k = config.top_k;
+  attend.group_size = config.group_size();
+  attend.log_group = s.log_group;
+  attend.scale_log2 = static_cast<float>(config.effective_softmax_scale() * 1.4426950408889634);
+  const std::int64_t size = dtype_bytes(params.q.dtype);
+  const std::int32_t heads = 1 << s.log_group;
+  const CUtensorMap map_q = make_tensor_map(
+      params.q.data, params.q.dtype, {config.head_dim, config.num_q_heads, geo.total_q},
+      {config.num_q_heads > 1 ? params.q.stride[1] * size : 16, geo.total_q > 1 ? params.q.stride[0] * size : 16}, {64, heads, 1});
+  const CUtensorMap map_k = key_map(params.k, geo, config.head_dim, config.num_kv_heads);
+  const CUtensorMap map_v = key_map(params.v, geo, config.head_dim, config.num_kv_heads);
+  const CUtensorMap map_partial = make_tensor_map(s.partial, params.q.dtype, {config.head_dim, s.num_slots << s.log_group},
+                                                  {config.head_dim * size}, {64, heads});
+  const CombineParams combine{s.partial, s.partial_lse, s.ranks, taken, params.out.data, params.out.stride[0], params.out.stride[1],
+                              static_cast<float*>(params.lse.data), params.lse.stride[0], chunk_begin, chunk_tokens,
+                              config.num_kv_heads, config.top_k, config.group_size(), s.log_group};
+  with_dtype(params.q.dtype, [&](auto element) {
+    using T = decltype(element);
+    with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
+      with_size<64, 128>(config.block_size, [&](auto block) {
+        using Traits = AttendTraits<T, dim.value, block.value>;
+        launch(sm90_attend_kernel<Traits>, dim3(num_multiprocessors()), Traits::kThreads, Traits::kSmemBytes, stream, false, map_q, map_k,
+               map_v, map_partial, attend);
+      });
+      with_bound<16, 32>(config.top_k, [&](auto bound) {
+        using Traits = CombineTraits<T, dim.value, bound.value>;
+        const std::int64_t threads = (std::int64_t{chunk_tokens} * config.num_kv_heads << s.log_group) * Traits::kParts;
+        launch(smxx_combine_kernel<Traits>, dim3(blocks_for(threads, 256)), 256, 0, stream, false, combine);
+      });
+    });
+  });
+  if (can_unite(s)) {
+    DenseParams unite{};
+    unite.batch = batch;
+    unite.tiles = s.plan.tiles;
+    unite.work = s.work;
+    unite.num_work = s.num_work;
+    unite.entries = s.union_entries;
+    unite.num_entries = s.num_entries;
+    fill_attention(unite, config, params.out, params.lse);
+    launch_dense(DenseMode::kUnion, params.q, params.k, params.v, geo, config, unite, s.plan.capacity * config.num_kv_heads, stream);
+  }
+}
+
+}  // namespace
+
+void sparse_attention_reserve(const core::SparseAttentionParams& params) { reserve(params); }
+
+void sparse_attention(const core::SparseAttentionParams& params) {
+  const DeviceGuard guard(params.q.device.index);
+  const Scratch scratch = reserve(params);
+  for (std::int64_t begin = 0; begin < params.geo.total_q; begin += scratch.chunk) {
+    run_chunk(params, scratch, begin, std::min(begin + scratch.chunk, params.geo.total_q));
+  }
+}
+
+}  // namespace openmsa::cuda

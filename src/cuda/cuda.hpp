@@ -1,0 +1,21 @@
+// The Hopper backend's entry points, as listed in the registry. Work goes to context.stream of the device of the tensors; nothing
+// waits for the device, nothing is allocated, so a call can be captured in a CUDA graph.
+#pragma once
+
+#include "core/params.hpp"
+
+namespace openmsa::cuda {
+
+void block_scores(const core::BlockScoresParams& params);
+void block_scores_reserve(const core::BlockScoresParams& params);
+void select_blocks(const core::SelectBlocksParams& params);
+void index_select(const core::IndexSelectParams& params);
+void index_select_reserve(const core::IndexSelectParams& params);
+void sparse_attention(const core::SparseAttentionParams& params);
+void sparse_attention_reserve(const core::SparseAttentionParams& params);
+void sparse_decode(const core::SparseAttentionParams& params);
+void sparse_decode_reserve(const core::SparseAttentionParams& params);
+void dense_attention(const core::DenseAttentionParams& params);
+void dense_attention_reserve(const core::DenseAttentionParams& params);
+
+}  // namespace openmsa::cuda

@@ -1,0 +1,40 @@
+// Faults found on the device. Index data on a GPU is checked where it is used, without making the host wait: the first fault goes to a
+// record in pinned host memory, and the next call on that device (or check_device()) throws it.
+#pragma once
+
+#include <cstdint>
+
+namespace openmsa::cuda {
+
+enum class FaultCode : std::int32_t {
+  kNone = 0,
+  kCuSeqlensQ,  // (sequence, its begin, its end)
+  kCuSeqlensK,
+  kSeqlensK,    // (sequence, its length, max_pages)
+  kMaxSeqlen,   // (sequence, queries, keys): longer than the batch's max_seqlen_q or max_seqlen_k
+  kPageId,      // (sequence, block, page id)
+  kBlockId,     // (packed query token * Hkv + group, slot, id): out of range or beyond the causal limit
+  kBlockOrder,  // the same: not ascending, or after a -1
+};
+
+struct Fault {
+  std::int32_t code;  // FaultCode; set last by nobody: claimed by the first reporter, fields follow
+  std::int32_t ready; // 1 once the fields are there
+  std::int64_t where, first, second;
+};
+
+#ifdef __CUDACC__
+__device__ inline void report(Fault* fault, FaultCode code, std::int64_t where, std::int64_t first, std::int64_t second) {
+  if (atomicCAS_system(&fault->code, 0, static_cast<std::int32_t>(code)) != 0) return;
+  fault->where = where;
+  fault->first = first;
+  fault->second = second;
+  __threadfence_system();
+  atomicExch_system(&fault->ready, 1);
+}
+#endif
+
+// The record of a device, made on first use.
+Fault* device_fault(std::int32_t device);
+
+}  // namespace openmsa::cuda

@@ -1,0 +1,22 @@
+// Register budget of a warpgroup (PTX ISA "setmaxnreg"): takes effect only under __launch_bounds__(threads, 1).
+#pragma once
+
+namespace openmsa::cuda::ptx {
+
+template <int kRegisters>
+__device__ inline void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// IEEE maximum that keeps a NaN of either operand; the same speed as fmaxf, which drops it.
+__device__ inline float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+}  // namespace openmsa::cuda::ptx

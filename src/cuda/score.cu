@@ -1,0 +1,113 @@
+#include "cuda/score.hpp"
+
+#include <algorithm>
+
+#include "cuda/cuda.hpp"
+#include "cuda/instances.hpp"
+#include "cuda/sm90_score.cuh"
+#include "cuda/smxx_score_few.cuh"
+
+namespace openmsa::cuda {
+namespace {
+
+constexpr int kFewRows = 64;   // query rows a sequence that smxx_score_few holds
+constexpr int kTileRows = 256;
+
+template <typename T>
+void launch_few(const ScoreCall& call) {
+  const core::Geometry& geo = *call.geo;
+  const std::int64_t size = dtype_bytes(call.q_idx.dtype);
+  ScoreFewParams params{};
+  params.batch = batch_params(geo);
+  params.q_idx = call.q_idx.data;
+  params.k_idx = call.k_idx.data;
+  params.stride_q_token = call.q_idx.stride[0];
+  params.stride_q_group = call.q_idx.stride[1];
+  params.stride_k_token = call.k_idx.stride_token / size;
+  params.stride_k_page = call.k_idx.stride_page / size;
+  params.scores = call.scores;
+  params.stride_token = call.stride_token;
+  params.stride_group = call.stride_group;
+  params.num_blocks = call.num_blocks;
+  params.num_groups = call.config->num_kv_heads;
+  params.fill = call.fill;
+  const std::int64_t wanted = std::max<std::int64_t>(4 * num_multiprocessors() / std::max(geo.num_seqs, 1), 1);
+  const dim3 grid(static_cast<unsigned>(std::clamp<std::int64_t>(geo.max_num_blocks(), 1, wanted)), geo.num_seqs);
+  const int tiles = static_cast<int>((geo.max_seqlen_q * call.config->num_kv_heads + 7) / 8);
+  with_size<64, 96, 128>(call.config->index_dim, [&](auto dim) {
+    with_size<64, 128>(geo.block_size, [&](auto block) {
+      with_bound<1, 2, 8>(tiles, [&](auto num_tiles) {
+        launch(smxx_score_few_kernel<ScoreFewTraits<T, dim.value, block.value, num_tiles.value>>, grid, 128, 0, call.stream, false, params);
+      });
+    });
+  });
+}
+
+template <typename T>
+void launch_tiles(const ScoreCall& call, const Plan& plan) {
+  const core::Geometry& geo = *call.geo;
+  const std::int32_t num_groups = call.config->num_kv_heads, dim = call.config->index_dim, tile_tokens = kTileRows / num_groups;
+  ScoreParams params{};
+  params.batch = batch_params(geo);
+  params.tiles = plan.tiles;
+  params.scores = call.scores;
+  params.stride_token = call.stride_token;
+  params.stride_group = call.stride_group;
+  params.token_begin = static_cast<std::int32_t>(call.token_begin);
+  params.num_blocks = call.num_blocks;
+  params.num_groups = num_groups;
+  params.tile_tokens = tile_tokens;
+  params.fill = call.fill;
+  launch_plan(plan, params.batch, call.token_begin, call.token_end, tile_tokens, call.stream);
+  const std::int64_t size = dtype_bytes(call.q_idx.dtype);
+  const CUtensorMap map_q = make_tensor_map(call.q_idx.data, call.q_idx.dtype, {dim, num_groups, geo.total_q},
+                                            {num_groups > 1 ? call.q_idx.stride[1] * size : 16, call.q_idx.stride[0] * size},
+                                            {64, num_groups, tile_tokens});
+  const CUtensorMap map_k = key_map(call.k_idx, geo, dim, 1);
+  with_size<64, 96, 128>(dim, [&](auto index_dim) {
+    with_size<64, 128>(geo.block_size, [&](auto block) {
+      using Traits = ScoreTraits<T, index_dim.value, block.value>;
+      launch(sm90_score_kernel<Traits>, dim3(plan.capacity), Traits::kThreads, Traits::kSmemBytes, call.stream, false, map_q, map_k, params);
+    });
+  });
+}
+
+ScoreCall whole_call(const core::BlockScoresParams& params) {
+  return {&params.geo, &params.config, params.q_idx, params.k_idx, static_cast<float*>(params.scores.data), params.scores.stride[0],
+          params.scores.stride[1], static_cast<std::int32_t>(params.scores.shape[2]), 0, params.geo.total_q, true,
+          params.context.stream};
+}
+
+}  // namespace
+
+bool score_is_few(const core::Geometry& geo, const MsaConfig& config) {
+  return geo.max_seqlen_q * config.num_kv_heads <= kFewRows;
+}
+
+Plan reserve_score(core::Arena& arena, const core::Geometry& geo, const MsaConfig& config, std::int64_t num_tokens) {
+  if (score_is_few(geo, config)) return {};
+  return reserve_plan(arena, geo, num_tokens, kTileRows / config.num_kv_heads);
+}
+
+void launch_score(const ScoreCall& call, const Plan& plan) {
+  if (call.geo->num_seqs == 0 || call.num_blocks == 0) return;
+  with_dtype(call.q_idx.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (plan.capacity == 0) {
+      launch_few<T>(call);
+    } else {
+      launch_tiles<T>(call, plan);
+    }
+  });
+}
+
+void block_scores_reserve(const core::BlockScoresParams& params) {
+  reserve_score(*params.context.arena, params.geo, params.config, params.geo.total_q);
+}
+
+void block_scores(const core::BlockScoresParams& params) {
+  const DeviceGuard guard(params.q_idx.device.index);
+  launch_score(whole_call(params), reserve_score(*params.context.arena, params.geo, params.config, params.geo.total_q));
+}
+
+}  // namespace openmsa::cuda

@@ -1,0 +1,110 @@
+// Inverts the selection lists of a chunk of query tokens: for each (group, block) the tokens that chose it, and work items over them.
+//
+// Roles   count: a thread a list slot; an atomic on the block's counter returns the slot's rank in the block. items: one CTA scans the
+//         counters, writes each block's first entry and cuts its tokens into items. fill: a thread a slot writes its entry.
+//         Ranks inside a block depend on timing; results do not, since every (token, slot) writes its own partial.
+// Skipped tokens of tiles that the union took (num_union > 0), slots of -1, and slots that break the rules (reported).
+#pragma once
+
+#include "cuda/lists.hpp"
+#include "cuda/params.hpp"
+#include "cuda/scan.cuh"
+
+namespace openmsa::cuda {
+
+struct InvertParams {
+  BatchParams batch;
+  const std::int32_t* block_ids;    // [T, Hkv, k]
+  std::int64_t stride_token, stride_group;
+  const std::int32_t* block_begin;  // [B+1] first global block of every sequence
+  const std::int32_t* taken;        // [chunk tokens, Hkv]: nonzero where the union kernel serves the token; null: nowhere
+  std::int32_t chunk_begin, chunk_tokens, num_groups, top_k;
+  std::int32_t max_item;            // longest work item, tokens
+  std::int32_t* counts;             // [Hkv * blocks], zero at launch; blocks = block_begin[B]
+  std::int32_t* offsets;            // [Hkv * blocks]
+  std::int32_t* ranks;              // [chunk tokens, Hkv, k]; -1: not listed
+  std::uint32_t* entries;           // [chunk tokens * Hkv * k]
+  AttendItem* items;
+  std::int32_t* num_items;          // [1]
+};
+
+struct InvertSlot {
+  std::int64_t index;  // into ranks
+  std::int64_t key;    // into counts
+  std::uint32_t entry;
+  bool in_range, live;
+};
+
+template <bool kCheck>
+__device__ inline InvertSlot invert_slot(const InvertParams& params) {
+  InvertSlot slot{};
+  slot.index = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const std::int64_t row = slot.index / params.top_k;
+  const int i = static_cast<int>(slot.index % params.top_k);
+  if (row >= std::int64_t{params.chunk_tokens} * params.num_groups) return slot;
+  slot.in_range = true;
+  const int token = static_cast<int>(row / params.num_groups), group = static_cast<int>(row % params.num_groups);
+  const int packed = params.chunk_begin + token;
+  const std::int32_t* ids = params.block_ids + std::int64_t{packed} * params.stride_token + group * params.stride_group;
+  const int id = ids[i];
+  if (id == -1 || (params.taken && params.taken[row] != 0)) return slot;
+  const int seq = params.batch.sequence_of(packed);
+  Sequence sequence;
+  if (!params.batch.load(seq, &sequence)) return slot;
+  const int visible = sequence.num_visible(sequence.first_position + packed - sequence.query_begin);
+  const std::int64_t reported = std::int64_t{packed} * params.num_groups + group;
+  if (id < -1 || id * std::int64_t{params.batch.block_size} >= visible) {
+    if (kCheck) report(params.batch.fault, FaultCode::kBlockId, reported, i, id);
+    return slot;
+  }
+  if (i > 0 && (ids[i - 1] < 0 || ids[i - 1] >= id)) {
+    if (kCheck) report(params.batch.fault, FaultCode::kBlockOrder, reported, i, id);
+    return slot;
+  }
+  slot.key = std::int64_t{group} * params.block_begin[params.batch.num_seqs] + params.block_begin[seq] + id;
+  slot.entry = static_cast<std::uint32_t>(token) << kSlotBits | static_cast<std::uint32_t>(i);
+  slot.live = true;
+  return slot;
+}
+
+__global__ void __launch_bounds__(256) smxx_invert_count_kernel(const __grid_constant__ InvertParams params) {
+  const InvertSlot slot = invert_slot<true>(params);
+  if (slot.in_range) params.ranks[slot.index] = slot.live ? atomicAdd(&params.counts[slot.key], 1) : -1;
+}
+
+__global__ void __launch_bounds__(256) smxx_invert_fill_kernel(const __grid_constant__ InvertParams params) {
+  const InvertSlot slot = invert_slot<false>(params);
+  if (slot.live) params.entries[params.offsets[slot.key] + params.ranks[slot.index]] = slot.entry;
+}
+
+__global__ void __launch_bounds__(kScanThreads) smxx_invert_items_kernel(const __grid_constant__ InvertParams params) {
+  __shared__ int sums[32];
+  const int blocks = params.block_begin[params.batch.num_seqs], total = params.num_groups * blocks;
+  int num_entries = 0, num_items = 0;
+  for (int base = 0; base < total; base += kScanThreads) {
+    const int key = base + threadIdx.x;
+    const int count = key < total ? params.counts[key] : 0;
+    const int cuts = (count + params.max_item - 1) / params.max_item;
+    int all_entries, all_items;
+    const int entry = num_entries + scan_prefix(count, sums, &all_entries);
+    int item = num_items + scan_prefix(cuts, sums, &all_items);
+    if (key < total) params.offsets[key] = entry;
+    if (cuts > 0) {
+      const int group = key / blocks, global = key % blocks;
+      int low = 0, high = params.batch.num_seqs;
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (params.block_begin[middle] <= global) low = middle; else high = middle;
+      }
+      for (int c = 0; c < cuts; ++c, ++item) {
+        params.items[item] = {low, global - params.block_begin[low], group, entry + c * params.max_item,
+                              min(params.max_item, count - c * params.max_item)};
+      }
+    }
+    num_entries += all_entries;
+    num_items += all_items;
+  }
+  if (threadIdx.x == 0) *params.num_items = num_items;
+}
+
+}  // namespace openmsa::cuda

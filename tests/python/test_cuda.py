@@ -1,0 +1,311 @@
+"""The Hopper backend against the fp64 oracle (small) and the CPU engine (large). Skipped, with the reason, without a usable GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import openmsa  # noqa: E402
+from openmsa import Batch, MsaConfig  # noqa: E402
+
+_gpu = {backend.backend: backend for backend in openmsa.list_backends()}["cuda"]
+pytestmark = pytest.mark.skipif(not _gpu.available, reason=f"no usable GPU: {_gpu.detail}")
+
+LAYOUTS = {
+    "one token": ([1], [1]),
+    "edges of a block": ([127, 128, 129], [127, 128, 129]),
+    "documents": ([127, 129, 1, 2, 3, 5, 128], [127, 129, 1, 2, 3, 5, 128]),
+    "empty sequences": ([0, 7, 0, 130, 0], [5, 7, 0, 300, 0]),
+    "chunk after a prefix": ([200], [2175]),
+    "edges of sparsity": ([2049], [2049]),
+    "more queries than keys": ([40], [10]),
+    "layout mix-up": ([4], [700]),
+}
+
+
+def make(seqlens_q, seqlens_k, config, dtype=torch.bfloat16, seed=0, paged=False, integers=False, q_start=None):
+    """Random tensors of a batch on the GPU; paged keys lie shuffled in a pool whose unused slots are NaN."""
+    gen = torch.Generator().manual_seed(seed)
+    total_q, total_k = sum(seqlens_q), sum(seqlens_k)
+
+    def draw(*shape):
+        x = torch.randint(-3, 4, shape, generator=gen).float() if integers else torch.randn(shape, generator=gen)
+        return x.to(dtype).cuda()
+
+    hq, hkv, d, di, bk = config.num_q_heads, config.num_kv_heads, config.head_dim, config.index_dim, config.block_size
+    q, q_idx = draw(total_q, hq, d), draw(total_q, hkv, di)
+    k, v, k_idx = draw(total_k, hkv, d), draw(total_k, hkv, d), draw(total_k, di)
+    if not paged:
+        return q, k, v, q_idx, k_idx, Batch.packed(seqlens_q, seqlens_k, q_start=q_start, device="cuda")
+    num_blocks = [-(-n // bk) for n in seqlens_k]
+    pages = list(range(sum(num_blocks) + 3))
+    random.Random(seed).shuffle(pages)
+    width = max(num_blocks, default=0) + 2
+    table = torch.full((len(seqlens_k), width), -1, dtype=torch.int32)
+    pool = [torch.full((len(pages), *shape), float("nan"), dtype=dtype).cuda() for shape in ((hkv, bk, d), (hkv, bk, d), (bk, di))]
+    start = 0
+    for s, n in enumerate(seqlens_k):
+        for b in range(num_blocks[s]):
+            page = pages.pop()
+            table[s, b] = page
+            rows = slice(start + b * bk, start + min((b + 1) * bk, n))
+            size = rows.stop - rows.start
+            pool[0][page, :, :size] = k[rows].transpose(0, 1)
+            pool[1][page, :, :size] = v[rows].transpose(0, 1)
+            pool[2][page, :size] = k_idx[rows]
+        start += n
+    batch = Batch(
+        cu_seqlens_q=Batch.packed(seqlens_q).to("cuda").cu_seqlens_q, seqlens_k=torch.tensor(seqlens_k, dtype=torch.int32).cuda(),
+        page_table=table.cuda(), q_start=None if q_start is None else torch.tensor(q_start, dtype=torch.int32).cuda(),
+    )  # fmt: skip
+    return q, *pool[:2], q_idx, pool[2], batch
+
+
+def oracle(function, *args, **kwargs):
+    batch = kwargs.pop("batch")
+    host = [a.cpu().double() if a.is_floating_point() else a.cpu() for a in args]
+    return function(*host, batch.to("cpu"), kwargs.pop("config"), backend="reference", **kwargs)
+
+
+def assert_selection(ids, scores, config, batch, slack):
+    """SPEC: what was chosen is at least as good as what was not, up to the accumulation error; ids ascending; counts right."""
+    ids, scores = ids.cpu().long(), scores.clone()
+    reference = openmsa.select_blocks(scores, batch.to("cpu"), config, backend="reference").long()
+    assert ((ids >= 0).sum(-1) == (reference >= 0).sum(-1)).all()
+    ordered = (ids[..., 1:] > ids[..., :-1]) | (ids[..., 1:] == -1)
+    assert ordered.all()
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(-1, ids.clamp(min=0), ids >= 0) if scores.shape[-1] else None
+    wanted = torch.zeros_like(chosen)
+    wanted.scatter_(-1, reference.clamp(min=0), reference >= 0) if scores.shape[-1] else None
+    # Blocks that only one side chose must be within the bound of the other side's.
+    extra = torch.where(chosen & ~wanted, scores, torch.inf).amin(-1)
+    missing = torch.where(wanted & ~chosen, scores, -torch.inf).amax(-1)
+    assert (extra >= missing - 2 * slack).logical_or(torch.isinf(extra)).all()
+
+
+def assert_attention(out, lse, reference, reference_lse, plain, scale=2.0):
+    error = (out.cpu().double() - reference).abs().max().item() if out.numel() else 0.0
+    allowed = scale * (plain.double() - reference).abs().max().item() + 2e-3 if out.numel() else 0.0
+    assert error <= allowed, (error, allowed)
+    assert not out.isnan().any()
+    finite = torch.isfinite(reference_lse)
+    assert torch.equal(torch.isfinite(lse.cpu()), finite)
+    assert (lse.cpu().double()[finite] - reference_lse[finite]).abs().max().item() < 1e-3 if finite.any() else True
+
+
+def check(seqlens_q, seqlens_k, config, dtype=torch.bfloat16, **kwargs):
+    q, k, v, q_idx, k_idx, batch = make(seqlens_q, seqlens_k, config, dtype, **kwargs)
+    scores = openmsa.block_scores(q_idx, k_idx, batch, config)
+    exact = oracle(openmsa.block_scores, q_idx, k_idx, batch=batch, config=config)
+    visible = torch.isfinite(exact)
+    assert torch.equal(torch.isfinite(scores.cpu()), visible)
+    assert torch.allclose(scores.cpu().double()[visible], exact[visible], atol=1e-3, rtol=1e-5)
+    ids = openmsa.index_select(q_idx, k_idx, batch, config)
+    assert torch.equal(ids, openmsa.select_blocks(scores, batch, config))
+    if kwargs.get("integers"):
+        assert torch.equal(ids.cpu(), openmsa.select_blocks(exact, batch.to("cpu"), config, backend="reference"))
+    else:
+        assert_selection(ids, exact, config, batch, 1e-3)
+    reference, reference_lse = oracle(openmsa.sparse_attention, q, k, v, ids, batch=batch, config=config, return_lse=True)
+    plain = openmsa.sparse_attention(q.cpu(), k.cpu(), v.cpu(), ids.cpu(), batch.to("cpu"), config).float()
+    for attend in (openmsa.sparse_attention, openmsa.sparse_decode):
+        out, lse = attend(q, k, v, ids, batch, config, return_lse=True)
+        assert_attention(out, lse, reference, reference_lse, plain)
+        again, again_lse = attend(q, k, v, ids, batch, config, return_lse=True)
+        assert torch.equal(out, again) and torch.equal(lse, again_lse)
+    reference, reference_lse, reference_max = oracle(
+        openmsa.dense_attention, q, k, v, batch=batch, config=config, return_lse=True, return_block_max=True
+    )
+    plain = openmsa.dense_attention(q.cpu(), k.cpu(), v.cpu(), batch.to("cpu"), config).float()
+    out, lse, block_max = openmsa.dense_attention(q, k, v, batch, config, return_lse=True, return_block_max=True)
+    assert_attention(out, lse, reference, reference_lse, plain)
+    assert torch.equal(out, openmsa.dense_attention(q, k, v, batch, config))
+    finite = torch.isfinite(reference_max)
+    assert torch.equal(torch.isfinite(block_max.cpu()), finite)
+    assert torch.allclose(block_max.cpu().double()[finite], reference_max[finite], atol=1e-3)
+    openmsa.synchronize("cuda")
+
+
+REFERENCE_MODEL = dict(num_q_heads=64, num_kv_heads=4, head_dim=128, index_dim=128)
+SMALL = dict(num_q_heads=32, num_kv_heads=2, head_dim=128, index_dim=128, block_size=128, top_k=4)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, paged):
+    check(*LAYOUTS[name], MsaConfig(**SMALL), paged=paged)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_groups_and_dims(group, dim):
+    config = MsaConfig(num_q_heads=2 * group, num_kv_heads=2, head_dim=dim, index_dim=dim, block_size=64, top_k=4, num_init_blocks=1)
+    check([70, 3, 260], [400, 3, 700], config)
+    check([70, 3, 260], [400, 3, 700], config, torch.float16, paged=True)
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_block_sizes_and_top_k(block_size, top_k):
+    check([300, 9], [6000, 4000], MsaConfig(**{**SMALL, "block_size": block_size, "top_k": top_k}))
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4, 16])
+def test_decode_shapes(queries):
+    config = MsaConfig(**REFERENCE_MODEL)
+    check([queries] * 3, [5000, 129, 2500], config, paged=True)
+    check([queries, 0, queries], [5000, 129, 2500], config)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_exact_ties(paged):
+    check([130, 260], [1500, 260], MsaConfig(**SMALL), integers=True, paged=paged)
+
+
+def test_explicit_positions():
+    check([5, 300], [300, 900], MsaConfig(**SMALL), q_start=[-3, 100])
+
+
+def test_sparse_equals_dense_when_all_blocks_fit():
+    config = MsaConfig(**REFERENCE_MODEL)
+    q, k, v, q_idx, k_idx, batch = make([2048], [2048], config)
+    out = openmsa.msa_attention(q, k, v, q_idx, k_idx, batch, config)
+    dense = openmsa.dense_attention(q, k, v, batch, config)
+    assert (out.float() - dense.float()).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+def test_large_against_the_cpu_engine(clustered):
+    """Many blocks, both routes of sparse_attention: scattered lists token by token, shared ones by tiles."""
+    config = MsaConfig(**REFERENCE_MODEL)
+    q, k, v, q_idx, k_idx, batch = make([3000], [16500], config)
+    if clustered:
+        q_idx = q_idx[:1] + 0.02 * q_idx
+    ids = openmsa.index_select(q_idx, k_idx, batch, config)
+    out, lse = openmsa.sparse_attention(q, k, v, ids, batch, config, return_lse=True)
+    rows = torch.cat([torch.arange(0, 64), torch.arange(2936, 3000)])
+    part = Batch.packed([64, 64], [16500 - 2936, 16500])
+    host_k, host_v = (torch.cat([x[: 16500 - 2936], x]).cpu() for x in (k, v))
+    want, want_lse = openmsa.sparse_attention(q[rows].cpu(), host_k, host_v, ids[rows].cpu(), part, config, return_lse=True)
+    assert (out[rows].cpu().float() - want.float()).abs().max() < 4e-3
+    assert (lse[rows].cpu() - want_lse).abs().max() < 1e-3
+
+
+def test_the_answer_at_the_far_end():
+    """8,192 blocks, one of them relevant: number 8,000. Queries behind it must choose it, in prefill and in decode."""
+    config = MsaConfig(num_q_heads=16, num_kv_heads=1, head_dim=128, index_dim=128)
+    total = 8192 * 128
+    for queries in (1, 300):
+        gen = torch.Generator(device="cuda").manual_seed(queries)
+        k, v, k_idx = (torch.randn(total, *s, generator=gen, device="cuda", dtype=torch.bfloat16) for s in ((1, 128), (1, 128), (128,)))
+        q = torch.randn(queries, 16, 128, generator=gen, device="cuda", dtype=torch.bfloat16)
+        q_idx = torch.randn(queries, 1, 128, generator=gen, device="cuda", dtype=torch.bfloat16)
+        k_idx[8000 * 128 + 77] = 0
+        k_idx[8000 * 128 + 77] += 5 * q_idx.float().mean(0)[0].bfloat16() if queries == 1 else 0
+        q_idx[:] = torch.randn(128, generator=gen, device="cuda", dtype=torch.bfloat16) if queries > 1 else q_idx
+        k_idx[8000 * 128 + 77] = 20 * q_idx[0, 0]
+        batch = Batch.single(queries, total, device="cuda")
+        out, lse, ids = openmsa.msa_attention(q, k, v, q_idx, k_idx, batch, config, return_lse=True, return_block_ids=True)
+        assert (ids == 8000).any(-1).all()
+        assert (ids[:, 0, -1] == 8191 - (queries - 1 - torch.arange(queries, device="cuda")).div(128, rounding_mode="floor").clamp(max=2)).sum() >= 1
+        keys = (ids[0, 0].long()[:, None] * 128 + torch.arange(128, device="cuda")).flatten()
+        keys = keys[keys <= total - queries]
+        s = (q[0].double() @ k[keys, 0].double().T) * 128**-0.5
+        assert (out[0].double() - s.softmax(-1) @ v[keys, 0].double()).abs().max() < 1e-2
+        assert (lse[0].double() - s.logsumexp(-1)).abs().max() < 1e-3
+
+
+def test_graph_replay_with_changed_contents():
+    """Captured once at the largest size, replayed with other lengths, pages and selections, on poisoned scratch."""
+    config = MsaConfig(**REFERENCE_MODEL)
+    first = make([1, 1, 1], [4000, 130, 2500], config, paged=True)
+    q, k, v, q_idx, k_idx, batch = first
+    batch.max_seqlen_k = 4096
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        openmsa.msa_attention(q, k, v, q_idx, k_idx, batch, config)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out, lse, ids = openmsa.msa_attention(q, k, v, q_idx, k_idx, batch, config, return_lse=True, return_block_ids=True)
+    for seed, lengths in ((1, [4000, 130, 2500]), (2, [300, 3999, 1])):
+        other = make([1, 1, 1], lengths, config, seed=seed, paged=True)
+        for target, source in zip((q, q_idx), (other[0], other[3])):
+            target.copy_(source)
+        for target, source in zip((k, v, k_idx), (other[1], other[2], other[4])):
+            target.fill_(float("nan"))
+            target[: source.shape[0]].copy_(source) if source.shape[0] <= target.shape[0] else pytest.skip("pool too small")
+        batch.seqlens_k.copy_(other[5].seqlens_k)
+        width = min(batch.page_table.shape[1], other[5].page_table.shape[1])
+        batch.page_table.fill_(-1)
+        batch.page_table[:, :width].copy_(other[5].page_table[:, :width])
+        out.fill_(float("nan"))
+        graph.replay()
+        want, want_lse, want_ids = openmsa.msa_attention(
+            other[0], other[1], other[2], other[3], other[4], other[5], config, return_lse=True, return_block_ids=True
+        )
+        assert torch.equal(ids, want_ids) and torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+def test_prefill_graph():
+    config = MsaConfig(**REFERENCE_MODEL)
+    q, k, v, q_idx, k_idx, batch = make([1000, 500], [3000, 500], config)
+    want = openmsa.msa_attention(q, k, v, q_idx, k_idx, batch, config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = openmsa.msa_attention(q, k, v, q_idx, k_idx, batch, config)
+    for _ in range(2):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("bad, words", [(99, "must be a block"), (-5, "must be a block"), (0, "ascending")])
+def test_bad_block_ids_are_reported(bad, words, decode):
+    config = MsaConfig(**SMALL)
+    q, k, v, q_idx, k_idx, batch = make([4], [1500], config)
+    ids = openmsa.index_select(q_idx, k_idx, batch, config)
+    ids[2, 1, 2 if bad == 0 else 3] = bad
+    (openmsa.sparse_decode if decode else openmsa.sparse_attention)(q, k, v, ids, batch, config)
+    with pytest.raises(openmsa.InvalidArgumentError, match=words):
+        openmsa.synchronize("cuda")
+    openmsa.synchronize("cuda")  # told once
+
+
+@pytest.mark.parametrize("queries", [4, 300])
+def test_bad_pages_and_offsets_are_reported(queries):
+    config = MsaConfig(**SMALL)
+    q, k, v, q_idx, k_idx, batch = make([queries], [1500], config, paged=True)
+    batch.page_table[0, 3] = 10**6
+    openmsa.index_select(q_idx, k_idx, batch, config)
+    with pytest.raises(openmsa.InvalidArgumentError, match="page_table"):
+        openmsa.synchronize("cuda")
+    q, k, v, q_idx, k_idx, batch = make([queries], [1500], config)
+    batch.cu_seqlens_q[0] = 2
+    openmsa.index_select(q_idx, k_idx, batch, config)
+    with pytest.raises(openmsa.InvalidArgumentError, match="cu_seqlens_q"):
+        openmsa.synchronize("cuda")
+    q, k, v, q_idx, k_idx, batch = make([queries], [1500], config)
+    batch.max_seqlen_k = 64
+    openmsa.index_select(q_idx, k_idx, batch, config)
+    with pytest.raises(openmsa.InvalidArgumentError, match="max_seqlen_k"):
+        openmsa.synchronize("cuda")
+
+
+def test_refusals_name_the_rule():
+    config = MsaConfig(**SMALL)
+    q, k, v, q_idx, k_idx, batch = make([4], [1500], config)
+    with pytest.raises(openmsa.InvalidArgumentError, match="multiple of 8"):
+        openmsa.block_scores(torch.randn(4, 2, 129, device="cuda", dtype=torch.bfloat16)[..., :128], k_idx, batch, config)
+    with pytest.raises(openmsa.UnsupportedError, match="float32"):
+        openmsa.index_select(q_idx.float(), k_idx.float(), batch, config)
+    with pytest.raises(openmsa.InvalidArgumentError, match="one device"):
+        openmsa.index_select(q_idx, k_idx, batch.to("cpu"), config)
+    wide = MsaConfig(num_q_heads=40, num_kv_heads=2, head_dim=128, index_dim=128)
+    with pytest.raises(openmsa.UnsupportedError, match="group_size 20"):
+        openmsa.dense_attention(torch.randn(4, 40, 128, device="cuda", dtype=torch.bfloat16), k, v, batch, wide)
