@@ -64,10 +64,12 @@ void launch_tiles(const ScoreCall& call, const Plan& plan) {
                                             {num_groups > 1 ? call.q_idx.stride[1] * size : 16, call.q_idx.stride[0] * size},
                                             {64, num_groups, tile_tokens});
   const CUtensorMap map_k = key_map(call.k_idx, geo, dim, 1);
+  // About two CTAs a multiprocessor, each with at least 8 blocks.
+  const std::int64_t splits = std::clamp<std::int64_t>(2 * num_multiprocessors() / plan.capacity, 1, std::max<std::int64_t>(geo.max_num_blocks() / 8, 1));
   with_size<64, 96, 128>(dim, [&](auto index_dim) {
     with_size<64, 128>(geo.block_size, [&](auto block) {
       using Traits = ScoreTraits<T, index_dim.value, block.value>;
-      launch(sm90_score_kernel<Traits>, dim3(plan.capacity), Traits::kThreads, Traits::kSmemBytes, call.stream, false, map_q, map_k, params);
+      launch(sm90_score_kernel<Traits>, dim3(plan.capacity, static_cast<unsigned>(splits)), Traits::kThreads, Traits::kSmemBytes, call.stream, false, map_q, map_k, params);
     });
   });
 }

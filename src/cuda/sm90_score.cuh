@@ -8,6 +8,7 @@
 // Shared      Q 2 column halves x 256 rows x 128 B = 64 KB | K kStages x 2 x 128 x 128 B = 32 KB each | barriers
 // Barriers    q_full 1 (TMA); full[s] 1 (TMA); empty[s] 8 (one arrival a consumer warp)
 // Registers   producer 40, consumers 232; accumulators 128
+// Split       grid y: with few tiles, each takes a share of the keys.
 // Empty rows  rows past the sequence's last query are computed and not stored; blocks without a visible key are -inf.
 #pragma once
 
@@ -65,7 +66,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (!params.batch.load(tile.seq, &sequence)) return;
   const int first_position = sequence.first_position + tile.first, num_tokens = tile.end - tile.first;
   const int tile_visible = sequence.num_visible(first_position + num_tokens - 1);
-  const int num_steps = (tile_visible + Traits::kKeys - 1) / Traits::kKeys;
+  const int all_steps = (tile_visible + Traits::kKeys - 1) / Traits::kKeys;
+  // Few tiles are split over the keys too (grid y), at whole segments of four blocks.
+  constexpr int kSegmentSteps = 4 / Traits::kBlocksPerStep;
+  const int share = (all_steps + gridDim.y * kSegmentSteps - 1) / (gridDim.y * kSegmentSteps) * kSegmentSteps;
+  const int first_step = min(static_cast<int>(blockIdx.y) * share, all_steps), num_steps = min(share, all_steps - first_step);
   const int first_token = sequence.query_begin + tile.first;
 
   const int warpgroup = threadIdx.x / 128;
@@ -90,9 +95,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         ptx::mbarrier_arrive_expect(&full[s], kHalves * Traits::kBoxBytesK);
         unsigned char* k = smem_k + s * kHalves * Traits::kBoxBytesK;
         for (int b = 0; b < Traits::kBlocksPerStep; ++b) {
-          const int block = step * Traits::kBlocksPerStep + b;
+          const int block = (first_step + step) * Traits::kBlocksPerStep + b;
           // A step may reach past the last block when two blocks share it; loading the first block again keeps the byte count.
-          const int live = block * Traits::kBlock < sequence.seqlen_k ? block : step * Traits::kBlocksPerStep;
+          const int live = block * Traits::kBlock < sequence.seqlen_k ? block : (first_step + step) * Traits::kBlocksPerStep;
           const int token = sequence.pages ? 0 : sequence.key_begin + live * Traits::kBlock;
           const int page = params.batch.page(sequence, tile.seq, live);  // -1 reads as zeros
           for (int h = 0; h < kHalves; ++h) {
@@ -140,7 +145,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     ptx::wgmma_commit();
   };
-  auto reduce = [&](int half, int step) {
+  auto reduce = [&](int half, int local_step) {
+    const int step = first_step + local_step;
     ptx::wgmma_fence_operands(acc[half]);
     constexpr int kPairs = 16 / Traits::kBlocksPerStep;  // 8-column groups of one block
     if ((step + 1) * Traits::kKeys > full_keys) {
@@ -191,13 +197,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (lane == 0) ptx::mbarrier_arrive(&empty[s]);
     reduce(1, step);
   }
-  // The last, partly filled segment, then -inf up to the width of the row.
-  const int done = num_steps * Traits::kBlocksPerStep;
+  // The last, partly filled segment, and -inf up to the width of the row.
+  const int done = (first_step + num_steps) * Traits::kBlocksPerStep, all = all_steps * Traits::kBlocksPerStep;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (out[i] == nullptr) continue;
-    const int end = params.fill ? params.num_blocks : min(done, params.num_blocks);
-    for (int column = done / 4 * 4 + quad; column < end; column += 4) out[i][column] = column < done ? kept[i] : -INFINITY;
+    if (num_steps > 0 && done % 4 != 0) {
+      const int column = done / 4 * 4 + quad;
+      if (column < params.num_blocks && (column < done || params.fill)) out[i][column] = column < done ? kept[i] : -INFINITY;
+    }
+    if (params.fill && blockIdx.y == 0) {
+      for (int column = (all + 3) / 4 * 4 + quad; column < params.num_blocks; column += 4) out[i][column] = -INFINITY;
+    }
   }
 }
 
