@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/cuda.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/launch.hpp"
@@ -6,17 +8,21 @@
 namespace openmsa::cuda {
 namespace {
 
+// Query tokens per launch: partials take Hkv * k * 16 * D * 4 bytes a token, 512 MiB at the reference shape.
+constexpr std::int64_t kChunkTokens = 1024;
+
 struct Scratch {
+  std::int64_t chunk;
   float* partial;
   float2* stats;
-  std::size_t num_pairs;
 };
 
 Scratch reserve(const core::SparseAttentionParams& params) {
   core::Arena& arena = *params.context.arena;
-  const auto pairs = static_cast<std::size_t>(params.geo.total_q * params.config.num_kv_heads);
+  const std::int64_t chunk = std::min(params.geo.total_q, kChunkTokens);
+  const auto pairs = static_cast<std::size_t>(chunk * params.config.num_kv_heads);
   const std::size_t splits = pairs * static_cast<std::size_t>(params.config.top_k);
-  return {arena.take<float>(splits * 16 * static_cast<std::size_t>(params.config.head_dim)), arena.take<float2>(splits * 16), pairs};
+  return {chunk, arena.take<float>(splits * 16 * static_cast<std::size_t>(params.config.head_dim)), arena.take<float2>(splits * 16)};
 }
 
 }  // namespace
@@ -55,17 +61,20 @@ void sparse_decode(const core::SparseAttentionParams& params) {
   device.group_size = config.group_size();
   device.top_k = config.top_k;
   device.scale_log2 = static_cast<float>(config.effective_softmax_scale() * 1.4426950408889634);
-  const dim3 grid(static_cast<unsigned>(scratch.num_pairs * static_cast<std::size_t>(config.top_k)));
-  const dim3 merge_grid(static_cast<unsigned>(scratch.num_pairs * static_cast<std::size_t>((config.group_size() + 3) / 4)));
-  with_dtype(params.q.dtype, [&](auto element) {
-    with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
-      with_size<64, 128>(config.block_size, [&](auto block) {
-        using Traits = DecodeTraits<decltype(element), dim.value, block.value>;
-        launch(smxx_decode_kernel<Traits>, grid, Traits::kThreads, 0, params.context.stream, true, device);
-        launch(smxx_decode_combine_kernel<Traits>, merge_grid, 128, 0, params.context.stream, true, device);
+  for (std::int64_t begin = 0; begin < params.geo.total_q; begin += scratch.chunk) {
+    const std::int64_t pairs = std::min(scratch.chunk, params.geo.total_q - begin) * config.num_kv_heads;
+    device.token_begin = static_cast<std::int32_t>(begin);
+    const dim3 grid(static_cast<unsigned>(pairs * config.top_k)), merge_grid(static_cast<unsigned>(pairs * ((config.group_size() + 3) / 4)));
+    with_dtype(params.q.dtype, [&](auto element) {
+      with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
+        with_size<64, 128>(config.block_size, [&](auto block) {
+          using Traits = DecodeTraits<decltype(element), dim.value, block.value>;
+          launch(smxx_decode_kernel<Traits>, grid, Traits::kThreads, 0, params.context.stream, true, device);
+          launch(smxx_decode_combine_kernel<Traits>, merge_grid, 128, 0, params.context.stream, true, device);
+        });
       });
     });
-  });
+  }
 }
 
 }  // namespace openmsa::cuda

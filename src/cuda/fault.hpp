@@ -24,7 +24,8 @@ struct Fault {
 };
 
 #ifdef __CUDACC__
-__device__ inline void report(Fault* fault, FaultCode code, std::int64_t where, std::int64_t first, std::int64_t second) {
+// Out of line: it never runs in a sound program, and inlined it would cost every kernel registers.
+__device__ __noinline__ inline void report(Fault* fault, FaultCode code, std::int64_t where, std::int64_t first, std::int64_t second) {
   if (atomicCAS_system(&fault->code, 0, static_cast<std::int32_t>(code)) != 0) return;
   fault->where = where;
   fault->first = first;

@@ -16,7 +16,7 @@ struct Sequence {
 
 #ifdef __CUDACC__
   // Number of keys 0.. that a query at position p sees.
-  __device__ int num_visible(int p) const { return min(max(p + 1, 0), seqlen_k); }
+  __device__ __forceinline__ int num_visible(int p) const { return min(max(p + 1, 0), seqlen_k); }
 #endif
 };
 
@@ -37,7 +37,7 @@ struct BatchParams {
   Fault* fault;                       // where to report
 
 #ifdef __CUDACC__
-  __device__ bool load(int seq, Sequence* out) const {
+  __device__ __forceinline__ bool load(int seq, Sequence* out) const {
     *out = Sequence{};
     const int q0 = cu_seqlens_q[seq], q1 = cu_seqlens_q[seq + 1];
     if (q0 < 0 || q1 < q0 || q1 > total_q || (seq == 0 && q0 != 0) || (seq == num_seqs - 1 && q1 != total_q)) {
@@ -70,7 +70,7 @@ struct BatchParams {
   }
 
   // The page of a block of a sequence; -1, reported, if the table holds nonsense there. 0 for packed keys.
-  __device__ int page(const Sequence& sequence, int seq, int block) const {
+  __device__ __forceinline__ int page(const Sequence& sequence, int seq, int block) const {
     if (!sequence.pages) return 0;
     const int id = sequence.pages[block];
     if (id >= 0 && id < num_pages) return id;
@@ -79,7 +79,7 @@ struct BatchParams {
   }
 
   // The sequence that holds a packed query token: the last with cu_seqlens_q[seq] <= token. In range whatever the array holds.
-  __device__ int sequence_of(int token) const {
+  __device__ __forceinline__ int sequence_of(int token) const {
     int low = 0, high = num_seqs;
     while (high - low > 1) {
       const int middle = (low + high) / 2;

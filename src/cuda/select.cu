@@ -33,9 +33,9 @@ void launch_select(const SelectCall& call) {
     if (few) {
       launch(smxx_select_few_kernel<kItems>, dim3(static_cast<unsigned>(rows)), kSelectWarps * 32, 0, call.stream, call.dependent, params);
     } else if (vector) {
-      launch(smxx_select_kernel<kItems, 4>, dim3(blocks_for(rows, 4)), 128, 0, call.stream, false, params);
+      launch(smxx_select_kernel<kItems, 4>, dim3(blocks_for(rows, 4 * kSelectRows)), 128, 0, call.stream, false, params);
     } else {
-      launch(smxx_select_kernel<kItems, 1>, dim3(blocks_for(rows, 4)), 128, 0, call.stream, false, params);
+      launch(smxx_select_kernel<kItems, 1>, dim3(blocks_for(rows, 4 * kSelectRows)), 128, 0, call.stream, false, params);
     }
   });
 }

@@ -51,7 +51,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   std::uint64_t* q_full = v_empty + kStages;
 
   if (Traits::kUnion && static_cast<int>(blockIdx.x) >= *params.num_work) return;
-  const int work = Traits::kUnion ? params.work[blockIdx.x] : blockIdx.x;
+  // Dense: one group after the other, so that all CTAs of a time stream the same keys through the L2.
+  const int num_tiles = gridDim.x / params.num_groups;
+  const int work = Traits::kUnion ? params.work[blockIdx.x] : blockIdx.x % num_tiles * params.num_groups + blockIdx.x / num_tiles;
   const QueryTile tile = params.tiles[work / params.num_groups];
   const int group = work % params.num_groups;
   if (tile.seq < 0) return;

@@ -28,8 +28,9 @@ struct DecodeParams {
   std::int64_t stride_out_token, stride_out_head;
   float* lse;                    // [T, Hq] or null
   std::int64_t stride_lse_token;
-  float* partial;                // [T, Hkv, k, 16, D]
-  float2* partial_stats;         // [T, Hkv, k, 16]: max (in log2 units), sum
+  float* partial;                // [tokens of the launch, Hkv, k, 16, D]
+  float2* partial_stats;         // [tokens of the launch, Hkv, k, 16]: max (in log2 units), sum
+  std::int32_t token_begin;      // first packed token of this launch; partials count from it
   std::int32_t num_groups, group_size, top_k;
   float scale_log2;
 };
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(Traits::kThreads) smxx_decode_kernel(const __g
   __shared__ float smem_max[kWarps][16], smem_sum[kWarps][16];
 
   const int split = blockIdx.x % params.top_k, pair = blockIdx.x / params.top_k;
-  const int token = pair / params.num_groups, group = pair % params.num_groups;
+  const int token = params.token_begin + pair / params.num_groups, group = pair % params.num_groups;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 
   ptx::grid_dependency_launch();
@@ -80,10 +81,10 @@ __global__ void __launch_bounds__(Traits::kThreads) smxx_decode_kernel(const __g
   int block = ids[split];
   const int before = split > 0 ? ids[split - 1] : -1;
   if (block < -1 || block * std::int64_t{kBlock} >= visible) {
-    if (threadIdx.x == 0) report(params.batch.fault, FaultCode::kBlockId, pair, split, block);
+    if (threadIdx.x == 0) report(params.batch.fault, FaultCode::kBlockId, std::int64_t{token} * params.num_groups + group, split, block);
     block = -1;
   } else if (block >= 0 && split > 0 && (before < 0 || before >= block)) {
-    if (threadIdx.x == 0) report(params.batch.fault, FaultCode::kBlockOrder, pair, split, block);
+    if (threadIdx.x == 0) report(params.batch.fault, FaultCode::kBlockOrder, std::int64_t{token} * params.num_groups + group, split, block);
     block = -1;
   }
   const int page = block < 0 ? -1 : params.batch.page(sequence, seq, block);
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(128) smxx_decode_combine_kernel(const __grid_c
   const int pair = blockIdx.x / quarters, head = blockIdx.x % quarters * 4 + threadIdx.x / 32;
   ptx::grid_dependency_wait();
   if (head >= params.group_size) return;
-  const int token = pair / params.num_groups, out_head = pair % params.num_groups * params.group_size + head;
+  const int token = params.token_begin + pair / params.num_groups, out_head = pair % params.num_groups * params.group_size + head;
   const float2* stats = params.partial_stats + std::int64_t{pair} * params.top_k * 16 + head;
   const float2 mine = lane < params.top_k ? stats[lane * 16] : float2{-INFINITY, 0.f};  // k is at most 32
   float best = mine.y != 0.f ? mine.x : -INFINITY;

@@ -79,12 +79,14 @@ __global__ void __launch_bounds__(128, Traits::kTiles == 1 ? 4 : 3) smxx_score_f
   }
 
   const T* k_base = static_cast<const T*>(params.k_idx);
-  int turn = 0;
+  int turn = 0, page = params.batch.page(sequence, seq, blockIdx.x);
   for (int block = blockIdx.x; block < num_blocks; block += gridDim.x, turn ^= 1) {
-    const int page = params.batch.page(sequence, seq, block);
     const int live_keys = page < 0 ? 0 : min(seqlen_k - block * kBlock, kBlock);
     const T* k = sequence.pages ? k_base + max(page, 0) * params.stride_k_page
                                 : k_base + (sequence.key_begin + std::int64_t{block} * kBlock) * params.stride_k_token;
+    // The page of the next turn is looked up while this one's keys are on their way.
+    const int next = block + gridDim.x;
+    page = next < num_blocks ? params.batch.page(sequence, seq, next) : 0;
     uint4 a[kKeyTiles][2][kSegments];
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {

@@ -23,23 +23,30 @@ struct SelectParams {
   std::int32_t top_k, num_init_blocks, num_local_blocks;
 };
 
-// What one row needs to know of its query.
+// What the rows of one query token have in common.
+struct SelectToken {
+  int packed, num_visible_blocks, own_block;
+};
+
+__device__ __forceinline__ SelectToken select_token(const SelectParams& params, int token) {
+  const int packed = params.token_begin + token;
+  Sequence sequence;
+  params.batch.load(params.batch.sequence_of(packed), &sequence);  // a broken one sees nothing
+  const int position = sequence.first_position + packed - sequence.query_begin;
+  const int visible = sequence.num_visible(position), block_size = params.batch.block_size;
+  return {packed, (visible + block_size - 1) / block_size, position < 0 ? -1 : position / block_size};
+}
+
 struct SelectRow {
   const float* scores;
   std::int32_t* ids;
   int num_visible_blocks, own_block;
 };
 
-__device__ __forceinline__ SelectRow select_row(const SelectParams& params, std::int64_t row) {
-  const int token = static_cast<int>(row / params.num_groups), group = static_cast<int>(row % params.num_groups);
-  const int packed = params.token_begin + token;
-  Sequence sequence;
-  params.batch.load(params.batch.sequence_of(packed), &sequence);  // a broken one sees nothing
-  const int position = sequence.first_position + packed - sequence.query_begin;
-  const int visible = sequence.num_visible(position), block_size = params.batch.block_size;
-  return {params.scores + std::int64_t{token} * params.stride_score_token + group * params.stride_score_group,
-          params.block_ids + std::int64_t{packed} * params.stride_id_token + group * params.stride_id_group,
-          (visible + block_size - 1) / block_size, position < 0 ? -1 : position / block_size};
+__device__ __forceinline__ SelectRow select_row(const SelectParams& params, const SelectToken& token, int group) {
+  return {params.scores + std::int64_t{token.packed - params.token_begin} * params.stride_score_token + group * params.stride_score_group,
+          params.block_ids + std::int64_t{token.packed} * params.stride_id_token + group * params.stride_id_group,
+          token.num_visible_blocks, token.own_block};
 }
 
 // Feeds blocks [begin, end) of a row to the warp's list, kCount a lane at a time. kRun: consecutive scores a lane loads at once.
@@ -73,16 +80,26 @@ __device__ __forceinline__ void select_scan(WarpTopK<kItems>& list, const Select
   }
 }
 
+// Rows a warp takes one after the other: those of a token share the look-up of its sequence.
+inline constexpr int kSelectRows = 4;
+
 template <int kItems, int kRun>
 __global__ void __launch_bounds__(128, kItems == 1 && kRun == 4 ? 6 : 4) smxx_select_kernel(const __grid_constant__ SelectParams params) {
   __shared__ __align__(16) std::uint64_t memory[4][WarpTopK<kItems>::kWords];
   const int warp = threadIdx.x / 32;
-  const std::int64_t index = std::int64_t{blockIdx.x} * 4 + warp;
-  if (index >= std::int64_t{params.num_tokens} * params.num_groups) return;
-  const SelectRow row = select_row(params, index);
-  WarpTopK<kItems> list(memory[warp]);
-  select_scan<32, kRun>(list, params, row, 0, row.num_visible_blocks);
-  list.store(row.ids, params.top_k);
+  const std::int64_t end = std::int64_t{params.num_tokens} * params.num_groups;
+  std::int64_t index = (std::int64_t{blockIdx.x} * 4 + warp) * kSelectRows;
+  int token = -1;
+  SelectToken facts{};
+  for (const std::int64_t last = min(index + kSelectRows, end); index < last; ++index) {
+    const int row_token = static_cast<int>(index / params.num_groups);
+    if (row_token != token) facts = select_token(params, token = row_token);
+    const SelectRow row = select_row(params, facts, static_cast<int>(index % params.num_groups));
+    WarpTopK<kItems> list(memory[warp]);
+    select_scan<32, kRun>(list, params, row, 0, row.num_visible_blocks);
+    list.store(row.ids, params.top_k);
+    __syncwarp();  // the next row reuses the list
+  }
 }
 
 inline constexpr int kSelectWarps = 16;
@@ -93,7 +110,7 @@ __global__ void __launch_bounds__(kSelectWarps * 32, 1) smxx_select_few_kernel(c
   __shared__ std::uint64_t lists[kSelectWarps * 16 * kItems];
   __shared__ int counts[kSelectWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const SelectRow row = select_row(params, blockIdx.x);
+  const SelectRow row = select_row(params, select_token(params, blockIdx.x / params.num_groups), blockIdx.x % params.num_groups);
   ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
   const int part = (row.num_visible_blocks + kSelectWarps - 1) / kSelectWarps;
