@@ -148,12 +148,13 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
     DenseParams unite{};
     unite.batch = batch;
     unite.tiles = s.plan.tiles;
+    unite.num_tiles = s.plan.capacity;
     unite.work = s.work;
     unite.num_work = s.num_work;
     unite.entries = s.union_entries;
     unite.num_entries = s.num_entries;
     fill_attention(unite, config, params.out, params.lse);
-    launch_dense(DenseMode::kUnion, params.q, params.k, params.v, geo, config, unite, s.plan.capacity * config.num_kv_heads, stream);
+    launch_dense(DenseMode::kUnion, params.q, params.k, params.v, geo, config, unite, stream);
   }
 }
 

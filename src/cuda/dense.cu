@@ -22,6 +22,7 @@ void dense_attention(const core::DenseAttentionParams& params) {
   DenseParams device{};
   device.batch = batch_params(params.geo);
   device.tiles = plan.tiles;
+  device.num_tiles = plan.capacity;
   fill_attention(device, config, params.out, params.lse);
   if (params.block_max.given()) {
     device.block_max = static_cast<float*>(params.block_max.data);
@@ -31,7 +32,7 @@ void dense_attention(const core::DenseAttentionParams& params) {
   }
   launch_plan(plan, device.batch, 0, params.geo.total_q, tokens, params.context.stream);
   launch_dense(params.block_max.given() ? DenseMode::kBlockMax : DenseMode::kPlain, params.q, params.k, params.v, params.geo, config,
-               device, plan.capacity * config.num_kv_heads, params.context.stream);
+               device, params.context.stream);
 }
 
 }  // namespace openmsa::cuda

@@ -8,6 +8,6 @@ namespace openmsa::cuda {
 
 void fill_attention(DenseParams& params, const MsaConfig& config, const TensorView& out, const TensorView& lse);
 void launch_dense(DenseMode mode, const TensorView& q, const core::KeyBlocks& k, const core::KeyBlocks& v, const core::Geometry& geo,
-                  const MsaConfig& config, const DenseParams& params, std::int32_t num_ctas, void* stream);
+                  const MsaConfig& config, const DenseParams& params, void* stream);
 
 }  // namespace openmsa::cuda

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/dense.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/sm90_dense.cuh"
@@ -18,7 +20,9 @@ void fill_attention(DenseParams& params, const MsaConfig& config, const TensorVi
 }
 
 void launch_dense(DenseMode mode, const TensorView& q, const core::KeyBlocks& k, const core::KeyBlocks& v, const core::Geometry& geo,
-                  const MsaConfig& config, const DenseParams& params, std::int32_t num_ctas, void* stream) {
+                  const MsaConfig& config, const DenseParams& params, void* stream) {
+  const auto num_ctas = static_cast<unsigned>(
+      std::min<std::int64_t>(num_multiprocessors(), std::int64_t{params.num_tiles} * config.num_kv_heads));
   const std::int64_t size = dtype_bytes(q.dtype);
   const std::int32_t heads = 1 << params.log_group;
   const CUtensorMap map_q =

@@ -8,6 +8,7 @@ namespace openmsa::cuda {
 struct DenseParams {
   BatchParams batch;
   const QueryTile* tiles;        // [num_tiles]; dense: longest first
+  std::int32_t num_tiles;
   // Union mode only (see smxx_union.cuh); work is tile * Hkv + group.
   const std::int32_t* work;      // [num_work]
   const std::int32_t* num_work;  // [1]

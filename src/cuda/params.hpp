@@ -37,31 +37,33 @@ struct BatchParams {
   Fault* fault;                       // where to report
 
 #ifdef __CUDACC__
+  // Where another thread of the kernel loads the same sequence and reports, kReport false keeps the call out of a hot loop.
+  template <bool kReport = true>
   __device__ __forceinline__ bool load(int seq, Sequence* out) const {
     *out = Sequence{};
     const int q0 = cu_seqlens_q[seq], q1 = cu_seqlens_q[seq + 1];
     if (q0 < 0 || q1 < q0 || q1 > total_q || (seq == 0 && q0 != 0) || (seq == num_seqs - 1 && q1 != total_q)) {
-      report(fault, FaultCode::kCuSeqlensQ, seq, q0, q1);
+      if (kReport) report(fault, FaultCode::kCuSeqlensQ, seq, q0, q1);
       return false;
     }
     int k0 = 0, length;
     if (page_table) {
       length = seqlens_k[seq];
       if (length < 0 || (length + block_size - 1) / block_size > max_pages) {
-        report(fault, FaultCode::kSeqlensK, seq, length, max_pages);
+        if (kReport) report(fault, FaultCode::kSeqlensK, seq, length, max_pages);
         return false;
       }
     } else {
       k0 = cu_seqlens_k[seq];
       const int k1 = cu_seqlens_k[seq + 1];
       if (k0 < 0 || k1 < k0 || (seq == 0 && k0 != 0) || (total_k >= 0 && (k1 > total_k || (seq == num_seqs - 1 && k1 != total_k)))) {
-        report(fault, FaultCode::kCuSeqlensK, seq, k0, k1);
+        if (kReport) report(fault, FaultCode::kCuSeqlensK, seq, k0, k1);
         return false;
       }
       length = k1 - k0;
     }
     if (q1 - q0 > max_seqlen_q || length > max_seqlen_k) {
-      report(fault, FaultCode::kMaxSeqlen, seq, q1 - q0, length);
+      if (kReport) report(fault, FaultCode::kMaxSeqlen, seq, q1 - q0, length);
       return false;
     }
     *out = {q0, q1 - q0, k0, length, q_start ? q_start[seq] : length - (q1 - q0),

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int tokens = Traits::kRows >> params.log_group;
     const int num_stages = (item.count + tokens - 1) / tokens;
     Sequence sequence;
-    params.batch.load(item.seq, &sequence);
+    params.batch.load<false>(item.seq, &sequence);
     // Packed token index + this = number of keys of the block that a query sees, before clamping to the sequence's end.
     const int to_visible = params.chunk_begin - sequence.query_begin + sequence.first_position + 1 - item.block * kBlock;
     const int live_keys = min(sequence.seqlen_k - item.block * kBlock, kBlock);
