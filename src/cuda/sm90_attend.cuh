@@ -1,13 +1,14 @@
 // sparse_attention for Hopper, keys outermost: each block of keys meets the query tokens that chose it.
 //
-// Roles       warp 0 producer (lists, TMA), warps 1-3 idle, warps 4-11 two consumer warpgroups; a stage of 64/Gp tokens x Gp heads =
+// Roles       warp 0 producer (lists, TMA), warps 1-3 idle, warps 4-15 three consumer warpgroups; a stage of 64/Gp tokens x Gp heads =
 //             64 rows goes to one warpgroup (Gp: G rounded up to a power of two).
 // Pipeline    K and V of the item's block resident (separate barriers, so the next K loads under the last P V); Q in a ring of
 //             kStages tiles. One block means one softmax, no rescaling; its normalised result goes back through the Q tile it came
 //             from to the slot this block has in the token's own list: no atomics, bitwise repeatable.
 // Shared      K 2 x 128 x 128 B | V the same | Q kStages x 2 x 64 x 128 B | entries, item, barriers
-// Barriers    k_full, v_full 1 (TMA); k_empty, v_empty 8 (a warp each); q_full[s] 1 (TMA); q_empty[s] 4 (a warp each)
-// Registers   producer 40, consumers 232: S 64, O 64, P 32
+// Barriers    k_full, v_full 1 (TMA); k_empty, v_empty 12 (a warp each); q_full[s] 1 (TMA); q_empty[s] 4 (a warp each)
+// Registers   producer 32, consumers 160: S 64, then P 32 and O 64. Three warpgroups rather than two: the chain of one stage
+//             (products, softmax, store) is long, and memory waits for nobody
 // Empty       an item of count 0 is never listed; rows of absent tokens compute on stale Q and store nothing.
 #pragma once
 
@@ -41,7 +42,10 @@ struct AttendTraits {
   static constexpr int kHalves = (kHeadDim + 63) / 64;
   static constexpr int kRows = 64;  // per stage: 64/Gp tokens x Gp heads
   static constexpr int kStages = 8;
-  static constexpr int kThreads = 384;
+  // ptxas finds no allocation for three at 96 dims.
+  static constexpr int kConsumers = kHeadDim == 96 ? 2 : 3;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kBoxBytesKv = kBlock * 128, kBoxBytesQ = kRows * 128;
   static constexpr int kStageBytes = kHalves * kBoxBytesQ;
   static constexpr int kSmemBytes = 2 * kHalves * kBoxBytesKv + kStages * kStageBytes + kStages * kRows * 4 + 1024 + 256;
@@ -76,15 +80,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     ptx::mbarrier_init(k_full, 1);
     ptx::mbarrier_init(v_full, 1);
-    ptx::mbarrier_init(k_empty, 8);
-    ptx::mbarrier_init(v_empty, 8);
+    ptx::mbarrier_init(k_empty, 4 * Traits::kConsumers);
+    ptx::mbarrier_init(v_empty, 4 * Traits::kConsumers);
     ptx::fence_barrier_init();
   }
   __syncthreads();
 
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
   if (warpgroup == 0) {
-    ptx::shrink_registers<40>();
+    ptx::shrink_registers<Traits::kProducerRegisters>();
     if (threadIdx.x >= 32) return;
     const int num_items = *params.num_items;
     int stage_count = 0;
@@ -103,8 +107,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           ptx::mbarrier_arrive(k_full);
         } else {
           Sequence sequence;
-          params.batch.load(item.seq, &sequence);
-          const int page = params.batch.page(sequence, item.seq, item.block);  // -1 reads as zeros
+          params.batch.load<false>(item.seq, &sequence);
+          // Checked where the lists were; an id outside the pool reads as zeros.
+          const int page = sequence.pages ? sequence.pages[item.block] : 0;
           const int token = sequence.pages ? 0 : sequence.key_begin + item.block * kBlock;
           ptx::mbarrier_arrive_expect(k_full, kHalves * Traits::kBoxBytesKv);
           for (int h = 0; h < kHalves; ++h) {
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   }
 
-  ptx::grow_registers<232>();
+  ptx::grow_registers<Traits::kConsumerRegisters>();
   const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32, quad = lane % 4;
   int stage_count = 0;
   // A stage goes back to the producer once its store has read it, which is left to run under the next stage's work.
@@ -171,8 +176,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int live_keys = min(sequence.seqlen_k - item.block * kBlock, kBlock);
     bool v_ready = false;
 
-    // Stages alternate between the warpgroups across items, so that both stay equally loaded.
-    for (int i = (stage_count + consumer) % 2; i < num_stages; i += 2) {
+    // Stages go round the warpgroups across items, so that all stay equally loaded.
+    const int first_stage = (consumer + Traits::kConsumers - stage_count % Traits::kConsumers) % Traits::kConsumers;
+    for (int i = first_stage; i < num_stages; i += Traits::kConsumers) {
       const int s = (stage_count + i) % kStages;
       ptx::mbarrier_wait(&q_full[s], ((stage_count + i) / kStages) & 1);
       // The tokens of this thread's two rows; with 16 heads a group both are the warp's one token.
@@ -193,7 +199,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
-      if (i + 2 >= num_stages && lane == 0) ptx::mbarrier_arrive(k_empty);
+      if (i + Traits::kConsumers >= num_stages && lane == 0) ptx::mbarrier_arrive(k_empty);
 
       int limit[2];
 #pragma unroll
@@ -238,7 +244,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         ptx::mbarrier_wait(v_full, round & 1);
         v_ready = true;
         if (live_keys < kBlock) {
-          // Slots past the sequence's end may hold NaN, and 0 x NaN would leak: zero them once, both warpgroups the same bytes.
+          // Slots past the sequence's end may hold NaN, and 0 x NaN would leak: zero them once, all warpgroups the same bytes.
           const int chunks = (kBlock - live_keys) * kHalves * 8;
           for (int c = threadIdx.x % 128; c < chunks; c += 128) {
             const int row = live_keys + c / (kHalves * 8), h = c / 8 % kHalves;
@@ -264,7 +270,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(out);
-      if (i + 2 >= num_stages && lane == 0) ptx::mbarrier_arrive(v_empty);
+      if (i + Traits::kConsumers >= num_stages && lane == 0) ptx::mbarrier_arrive(v_empty);
 
       const auto partial_row = [&](std::uint32_t e) {
         return (((e >> kSlotBits) * std::int64_t{params.num_groups} + item.group) * params.top_k + (e & ((1u << kSlotBits) - 1)))
@@ -312,7 +318,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     // A warpgroup without a stage in this item still gives the buffers back.
     __syncwarp();
-    if ((stage_count + consumer) % 2 >= num_stages && lane == 0) {
+    if (first_stage >= num_stages && lane == 0) {
       ptx::mbarrier_wait(v_full, round & 1);
       ptx::mbarrier_arrive(k_empty);
       ptx::mbarrier_arrive(v_empty);

@@ -61,6 +61,7 @@ __device__ inline InvertSlot invert_slot(const InvertParams& params) {
     if (kCheck) report(params.batch.fault, FaultCode::kBlockOrder, reported, i, id);
     return slot;
   }
+  if (kCheck) params.batch.page(sequence, seq, id);  // reported; reads as zeros
   slot.key = std::int64_t{group} * params.block_begin[params.batch.num_seqs] + params.block_begin[seq] + id;
   slot.entry = static_cast<std::uint32_t>(token) << kSlotBits | static_cast<std::uint32_t>(i);
   slot.live = true;

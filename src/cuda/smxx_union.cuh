@@ -55,7 +55,10 @@ __global__ void __launch_bounds__(128) smxx_union_kernel(const __grid_constant__
         break;
       }
       const std::uint32_t mask = __ballot_sync(0xffffffffu, head == least);
-      if (lane == count) mine = least | mask << 24;
+      if (lane == count) {
+        mine = least | mask << 24;
+        params.batch.page(sequence, tile.seq, static_cast<int>(least));  // reported; reads as zeros
+      }
       if (head == least) {
         head = read(next++);
         if (head <= least) {  // kEnd is larger than any id
