@@ -115,9 +115,7 @@ def bench_select(quick: bool) -> list[dict[str, Any]]:
     for count, width, bar in ((131072, 1024, True), (65536, 4096, False), (32768, 8192, False)):
         scores = torch.randn(count, 1, width, device="cuda")
         # Every query stands behind all blocks, so that the whole row is ranked as torch.topk ranks it.
-        start = torch.full((1,), width * 128 - count, dtype=torch.int32)
         batch = openmsa.Batch.packed([count], [width * 128], q_start=[width * 128 - 1]).to("cuda")
-        del start
         times = in_turn({"ours": lambda: openmsa.select_blocks(scores, batch, cfg), "topk": lambda: torch.topk(scores, 16)}, 15)
         rows.append(row(f"select_{count}x{width}", f"select {count:,} x {width:,}, k 16: times faster than torch.topk", "x",
                         times["topk"] / times["ours"], 8 if bar else None, 25 if bar else None, ours_ms=times["ours"],
@@ -298,14 +296,12 @@ def bench_workloads(quick: bool, cases: dict[str, list[dict[str, Any]]] | None =
         for case in chosen:
             if kind == "prefill":
                 queries, keys = case["query_lens"], [p + n for p, n in zip(case["prefix_lens"], case["query_lens"])]
-                num_blocks = sum(-(-n // 128) for n in keys)
                 x = decode_inputs(len(keys), keys, 1, cfg, 0)
                 starts = torch.tensor([0, *queries]).cumsum(0).int().cuda()
                 batch = openmsa.Batch(cu_seqlens_q=starts, seqlens_k=x[5].seqlens_k, page_table=x[5].page_table,
                                       max_seqlen_q=max(queries), max_seqlen_k=max(keys))
                 q, q_idx = normal(sum(queries), 64, 128), index_queries(sum(queries), cfg, True)
                 ms = in_turn({"ours": lambda: openmsa.msa_attention(q, x[1], x[2], q_idx, x[4], batch, cfg)}, 5)["ours"]
-                del num_blocks
             else:
                 keys, queries = case["kv_lens"], case["queries_per_request"]
                 x = decode_inputs(len(keys), keys, queries, cfg, 0)

@@ -67,15 +67,8 @@ SparseCall prepare(const SparseAttentionArgs& args, Mode mode) {
   api::check_key_extent(checker, "k", tensors.k, geo);
   api::check_block_ids(checker, block_ids, geo);
   checker.overlap();
-  return {{config,
-           geo,
-           tensors.q,
-           core::KeyBlocks::of(tensors.k, geo.paged()),
-           core::KeyBlocks::of(tensors.v, geo.paged()),
-           block_ids,
-           tensors.out,
-           tensors.lse,
-           checker.context()},
+  return {{config, geo, tensors.q, core::KeyBlocks::of(tensors.k, geo.paged()), core::KeyBlocks::of(tensors.v, geo.paged()),
+           block_ids, tensors.out, tensors.lse, checker.context()},
           backend,
           request_of(config, tensors.q.dtype, config.top_k)};
 }
@@ -102,15 +95,8 @@ api::Call<core::DenseAttentionParams> prepare(const DenseAttentionArgs& args, Mo
   api::check_key_extent(checker, "k", tensors.k, geo);
   if (block_max.given()) api::check_block_width("block_max", block_max, geo);
   checker.overlap();
-  return {{config,
-           geo,
-           tensors.q,
-           core::KeyBlocks::of(tensors.k, geo.paged()),
-           core::KeyBlocks::of(tensors.v, geo.paged()),
-           tensors.out,
-           tensors.lse,
-           block_max,
-           checker.context()},
+  return {{config, geo, tensors.q, core::KeyBlocks::of(tensors.k, geo.paged()), core::KeyBlocks::of(tensors.v, geo.paged()),
+           tensors.out, tensors.lse, block_max, checker.context()},
           &kernel};
 }
 

@@ -255,7 +255,9 @@ void check_gpu_alignment(const char* name, const TensorView& view) {
   constexpr std::int64_t kBytes = 16;
   if (dtype_bytes(view.dtype) != 2 || view.numel() == 0) return;
   if (reinterpret_cast<std::uintptr_t>(view.data) % kBytes != 0) {
-    refuse(name, "has an address that is not a multiple of 16 bytes, which GPU kernels need. Pass a tensor of its own, not a view at an odd offset.");
+    refuse(name,
+           "has an address that is not a multiple of 16 bytes, which GPU kernels need. Pass a tensor of its own, not a view at an "
+           "odd offset.");
   }
   for (int i = 0; i + 1 < view.rank; ++i) {
     if (view.shape[i] <= 1 || view.stride[i] * 2 % kBytes == 0) continue;
@@ -276,15 +278,17 @@ Backend Checker::device() const {
   const Backend backend = options_.backend;
   const DeviceType type = first.view.device.type;
   if (backend == Backend::kCuda || (backend == Backend::kAuto && type == DeviceType::kCuda)) {
-    const cuda::DeviceStatus& gpu = gpu_status();
-    const std::string found = type == DeviceType::kCuda ? "is on " + device_text(first.view.device) : std::string("is cuda");
-    const char* argument = type == DeviceType::kCuda ? first.name : "options.backend";
-    if (!gpu.available) {
-      refuse(argument, found + ", but no GPU can be used: " + gpu.detail + ". Move the tensors to the CPU and use backend auto or cpu.",
-             ErrorCode::kDevice);
-    }
     if (type != DeviceType::kCuda) {
-      refuse("options.backend", std::string("is cuda, but ") + first.name + " is on the CPU. Move the tensors to the GPU.");
+      refuse("options.backend",
+             std::string("is cuda, but ") + first.name +
+                 " is on the CPU; that backend works on GPU memory. Move the tensors to a GPU, or use backend auto.");
+    }
+    const cuda::DeviceStatus& gpu = gpu_status();
+    if (!gpu.available) {
+      refuse(first.name,
+             "is on " + device_text(first.view.device) + ", but no GPU can be used: " + gpu.detail +
+                 ". Move the tensors to the CPU and use backend auto or cpu.",
+             ErrorCode::kDevice);
     }
     for (const Entry& entry : entries_) check_gpu_alignment(entry.name, entry.view);
     return Backend::kCuda;

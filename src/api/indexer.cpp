@@ -59,7 +59,8 @@ api::Call<core::SelectBlocksParams> prepare(const SelectBlocksArgs& args, Mode m
   if (backend == Backend::kCuda) {
     // No keys here to take bounds from: the score rows hold what can be seen.
     geo.total_k = -1;
-    if (geo.max_seqlen_k == 0) geo.max_seqlen_k = std::min<std::int64_t>(scores.shape[2] * config.block_size, std::numeric_limits<std::int32_t>::max());
+    if (geo.max_seqlen_k == 0)
+      geo.max_seqlen_k = std::min<std::int64_t>(scores.shape[2] * config.block_size, std::numeric_limits<std::int32_t>::max());
   }
   api::check_block_width("scores", scores, geo);
   checker.overlap();
@@ -86,8 +87,7 @@ api::Call<core::IndexSelectParams> prepare(const IndexSelectArgs& args, Mode mod
   core::Geometry geo = api::make_geometry(batch, config, "q_idx", q_idx.shape[0]);
   api::check_key_extent(checker, "k_idx", k_idx, geo);
   checker.overlap();
-  return {{config, geo, q_idx, core::KeyBlocks::of(k_idx, geo.paged()), block_ids, checker.context()},
-          &kernel};
+  return {{config, geo, q_idx, core::KeyBlocks::of(k_idx, geo.paged()), block_ids, checker.context()}, &kernel};
 }
 
 }  // namespace

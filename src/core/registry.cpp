@@ -48,10 +48,8 @@ struct Field {
   std::int32_t Request::*value;
 };
 constexpr Field kFields[] = {
-    {"head_dim", &Limits::head_dim, &Request::head_dim},
-    {"index_dim", &Limits::index_dim, &Request::index_dim},
-    {"block_size", &Limits::block_size, &Request::block_size},
-    {"top_k", &Limits::top_k, &Request::top_k},
+    {"head_dim", &Limits::head_dim, &Request::head_dim},       {"index_dim", &Limits::index_dim, &Request::index_dim},
+    {"block_size", &Limits::block_size, &Request::block_size}, {"top_k", &Limits::top_k, &Request::top_k},
     {"group_size", &Limits::group_size, &Request::group_size},
 };
 
@@ -93,11 +91,11 @@ std::string describe(const Limits& limits) {
 template <>
 const std::vector<Kernel<BlockScoresParams>>& kernels() {
   static const std::vector<Kernel<BlockScoresParams>> table = {
-      #if OPENMSA_HAVE_CUDA
-      {Backend::kCuda, "sm90_score", kCudaScoreLimits, cuda::block_scores, cuda::block_scores_reserve},
+#if OPENMSA_HAVE_CUDA
+    {Backend::kCuda, "sm90_score", kCudaScoreLimits, cuda::block_scores, cuda::block_scores_reserve},
 #endif
-      {Backend::kCpu, "cpu_score", kCpuScoreLimits, cpu::block_scores, cpu::block_scores_reserve},
-      {Backend::kReference, "reference_score", kOracleLimits, reference::block_scores, nullptr},
+    {Backend::kCpu, "cpu_score", kCpuScoreLimits, cpu::block_scores, cpu::block_scores_reserve},
+    {Backend::kReference, "reference_score", kOracleLimits, reference::block_scores, nullptr},
   };
   return table;
 }
@@ -105,11 +103,11 @@ const std::vector<Kernel<BlockScoresParams>>& kernels() {
 template <>
 const std::vector<Kernel<SelectBlocksParams>>& kernels() {
   static const std::vector<Kernel<SelectBlocksParams>> table = {
-      #if OPENMSA_HAVE_CUDA
-      {Backend::kCuda, "smxx_select", kCudaSelectLimits, cuda::select_blocks, nullptr},
+#if OPENMSA_HAVE_CUDA
+    {Backend::kCuda, "smxx_select", kCudaSelectLimits, cuda::select_blocks, nullptr},
 #endif
-      {Backend::kCpu, "cpu_select", kCpuSelectLimits, cpu::select_blocks, nullptr},
-      {Backend::kReference, "reference_select", kOracleLimits, reference::select_blocks, nullptr},
+    {Backend::kCpu, "cpu_select", kCpuSelectLimits, cpu::select_blocks, nullptr},
+    {Backend::kReference, "reference_select", kOracleLimits, reference::select_blocks, nullptr},
   };
   return table;
 }
@@ -117,11 +115,11 @@ const std::vector<Kernel<SelectBlocksParams>>& kernels() {
 template <>
 const std::vector<Kernel<IndexSelectParams>>& kernels() {
   static const std::vector<Kernel<IndexSelectParams>> table = {
-      #if OPENMSA_HAVE_CUDA
-      {Backend::kCuda, "sm90_index_select", kCudaIndexLimits, cuda::index_select, cuda::index_select_reserve},
+#if OPENMSA_HAVE_CUDA
+    {Backend::kCuda, "sm90_index_select", kCudaIndexLimits, cuda::index_select, cuda::index_select_reserve},
 #endif
-      {Backend::kCpu, "cpu_index_select", kCpuIndexLimits, cpu::index_select, cpu::index_select_reserve},
-      {Backend::kReference, "reference_index_select", kOracleLimits, reference::index_select, reference::index_select_reserve},
+    {Backend::kCpu, "cpu_index_select", kCpuIndexLimits, cpu::index_select, cpu::index_select_reserve},
+    {Backend::kReference, "reference_index_select", kOracleLimits, reference::index_select, reference::index_select_reserve},
   };
   return table;
 }
@@ -129,22 +127,22 @@ const std::vector<Kernel<IndexSelectParams>>& kernels() {
 template <>
 const std::vector<Kernel<SparseAttentionParams>>& kernels() {
   static const std::vector<Kernel<SparseAttentionParams>> table = {
-      #if OPENMSA_HAVE_CUDA
-      {Backend::kCuda, "sm90_attend", kCudaSparseLimits, cuda::sparse_attention, cuda::sparse_attention_reserve},
+#if OPENMSA_HAVE_CUDA
+    {Backend::kCuda, "sm90_attend", kCudaSparseLimits, cuda::sparse_attention, cuda::sparse_attention_reserve},
 #endif
-      {Backend::kCpu, "cpu_attend", kCpuSparseLimits, cpu::sparse_attention, cpu::sparse_attention_reserve},
-      {Backend::kReference, "reference_attend", kOracleLimits, reference::sparse_attention, nullptr},
+    {Backend::kCpu, "cpu_attend", kCpuSparseLimits, cpu::sparse_attention, cpu::sparse_attention_reserve},
+    {Backend::kReference, "reference_attend", kOracleLimits, reference::sparse_attention, nullptr},
   };
   return table;
 }
 
 const std::vector<Kernel<SparseAttentionParams>>& decode_kernels() {
   static const std::vector<Kernel<SparseAttentionParams>> table = {
-      #if OPENMSA_HAVE_CUDA
-      {Backend::kCuda, "smxx_decode", kCudaSparseLimits, cuda::sparse_decode, cuda::sparse_decode_reserve},
+#if OPENMSA_HAVE_CUDA
+    {Backend::kCuda, "smxx_decode", kCudaSparseLimits, cuda::sparse_decode, cuda::sparse_decode_reserve},
 #endif
-      {Backend::kCpu, "cpu_decode", kCpuSparseLimits, cpu::sparse_decode, cpu::sparse_decode_reserve},
-      {Backend::kReference, "reference_attend", kOracleLimits, reference::sparse_attention, nullptr},
+    {Backend::kCpu, "cpu_decode", kCpuSparseLimits, cpu::sparse_decode, cpu::sparse_decode_reserve},
+    {Backend::kReference, "reference_attend", kOracleLimits, reference::sparse_attention, nullptr},
   };
   return table;
 }
@@ -152,11 +150,11 @@ const std::vector<Kernel<SparseAttentionParams>>& decode_kernels() {
 template <>
 const std::vector<Kernel<DenseAttentionParams>>& kernels() {
   static const std::vector<Kernel<DenseAttentionParams>> table = {
-      #if OPENMSA_HAVE_CUDA
-      {Backend::kCuda, "sm90_dense", kCudaDenseLimits, cuda::dense_attention, cuda::dense_attention_reserve},
+#if OPENMSA_HAVE_CUDA
+    {Backend::kCuda, "sm90_dense", kCudaDenseLimits, cuda::dense_attention, cuda::dense_attention_reserve},
 #endif
-      {Backend::kCpu, "cpu_dense", kCpuDenseLimits, cpu::dense_attention, cpu::dense_attention_reserve},
-      {Backend::kReference, "reference_dense", kOracleLimits, reference::dense_attention, nullptr},
+    {Backend::kCpu, "cpu_dense", kCpuDenseLimits, cpu::dense_attention, cpu::dense_attention_reserve},
+    {Backend::kReference, "reference_dense", kOracleLimits, reference::dense_attention, nullptr},
   };
   return table;
 }

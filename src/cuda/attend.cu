@@ -14,15 +14,15 @@ namespace {
 
 // Query tokens per chunk: partials take Hkv * k * Gp * D * 2 bytes a token, 4 GiB at the reference shape.
 constexpr std::int64_t kChunkTokens = 16384;
-constexpr std::int32_t kMaxItem = 512;     // tokens of a work item; 256 to 2,048 measure within 3%
+constexpr std::int32_t kMaxItem = 512;  // tokens of a work item; 256 to 2,048 measure within 3%
 constexpr std::int32_t kUnionTokens = 8;
 // A union step costs about as much as 4.5 (token, slot) pairs of the other way; see docs/kernels.md.
 std::int32_t union_limit(std::int32_t top_k) { return std::min(top_k * 7 / 4, kMaxUnion); }
 
 struct Scratch {
-  std::int64_t chunk;        // tokens
-  std::int64_t num_blocks;   // of all sequences, at most
-  std::int64_t num_slots;    // chunk * Hkv * k
+  std::int64_t chunk;       // tokens
+  std::int64_t num_blocks;  // of all sequences, at most
+  std::int64_t num_slots;   // chunk * Hkv * k
   std::int32_t log_group;
   void* partial;
   float* partial_lse;
@@ -94,12 +94,27 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
     check(cudaMemsetAsync(taken, 0, static_cast<std::size_t>(chunk_tokens) * config.num_kv_heads * sizeof(std::int32_t),
                           static_cast<cudaStream_t>(stream)),
           "cudaMemsetAsync");
-    const UnionParams unite{batch, s.plan.tiles, ids, stride_token, stride_group, s.plan.capacity, config.num_kv_heads, config.top_k,
-                            union_limit(config.top_k), s.union_entries, s.num_entries, taken, chunk_begin, s.work, s.num_work};
-    launch(smxx_union_kernel, dim3(blocks_for(std::int64_t{s.plan.capacity} * config.num_kv_heads, 4)), 128, 0, stream, false, unite);
+    const UnionParams unite{batch,
+                            s.plan.tiles,
+                            ids,
+                            stride_token,
+                            stride_group,
+                            s.plan.capacity,
+                            config.num_kv_heads,
+                            config.top_k,
+                            union_limit(config.top_k),
+                            s.union_entries,
+                            s.num_entries,
+                            taken,
+                            chunk_begin,
+                            s.work,
+                            s.num_work};
+    launch(smxx_union_kernel, dim3(blocks_for(std::int64_t{s.plan.capacity} * config.num_kv_heads, 4)), 128, 0, stream, false,
+           unite);
   }
-  const InvertParams invert{batch, ids, stride_token, stride_group, s.plan.block_begin, taken, chunk_begin, chunk_tokens,
-                            config.num_kv_heads, config.top_k, kMaxItem, s.counts, s.offsets, s.ranks, s.entries, s.items, s.num_items};
+  const InvertParams invert{batch,       ids,          stride_token,        stride_group, s.plan.block_begin, taken,
+                            chunk_begin, chunk_tokens, config.num_kv_heads, config.top_k, kMaxItem,           s.counts,
+                            s.offsets,   s.ranks,      s.entries,           s.items,      s.num_items};
   launch(smxx_invert_count_kernel, dim3(blocks_for(slots, 256)), 256, 0, stream, false, invert);
   launch(smxx_invert_items_kernel, dim3(1), kScanThreads, 0, stream, false, invert);
   launch(smxx_invert_fill_kernel, dim3(blocks_for(slots, 256)), 256, 0, stream, false, invert);
@@ -126,16 +141,28 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   const CUtensorMap map_v = key_map(params.v, geo, config.head_dim, config.num_kv_heads);
   const CUtensorMap map_partial = make_tensor_map(s.partial, params.q.dtype, {config.head_dim, s.num_slots << s.log_group},
                                                   {config.head_dim * size}, {64, heads});
-  const CombineParams combine{s.partial, s.partial_lse, s.ranks, taken, params.out.data, params.out.stride[0], params.out.stride[1],
-                              static_cast<float*>(params.lse.data), params.lse.stride[0], chunk_begin, chunk_tokens,
-                              config.num_kv_heads, config.top_k, config.group_size(), s.log_group};
+  const CombineParams combine{s.partial,
+                              s.partial_lse,
+                              s.ranks,
+                              taken,
+                              params.out.data,
+                              params.out.stride[0],
+                              params.out.stride[1],
+                              static_cast<float*>(params.lse.data),
+                              params.lse.stride[0],
+                              chunk_begin,
+                              chunk_tokens,
+                              config.num_kv_heads,
+                              config.top_k,
+                              config.group_size(),
+                              s.log_group};
   with_dtype(params.q.dtype, [&](auto element) {
     using T = decltype(element);
     with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
       with_size<64, 128>(config.block_size, [&](auto block) {
         using Traits = AttendTraits<T, dim.value, block.value>;
-        launch(sm90_attend_kernel<Traits>, dim3(num_multiprocessors()), Traits::kThreads, Traits::kSmemBytes, stream, false, map_q, map_k,
-               map_v, map_partial, attend);
+        launch(sm90_attend_kernel<Traits>, dim3(num_multiprocessors()), Traits::kThreads, Traits::kSmemBytes, stream, false, map_q,
+               map_k, map_v, map_partial, attend);
       });
       with_bound<16, 32>(config.top_k, [&](auto bound) {
         using Traits = CombineTraits<T, dim.value, bound.value>;

@@ -22,7 +22,8 @@ Scratch reserve(const core::SparseAttentionParams& params) {
   const std::int64_t chunk = std::min(params.geo.total_q, kChunkTokens);
   const auto pairs = static_cast<std::size_t>(chunk * params.config.num_kv_heads);
   const std::size_t splits = pairs * static_cast<std::size_t>(params.config.top_k);
-  return {chunk, arena.take<float>(splits * 16 * static_cast<std::size_t>(params.config.head_dim)), arena.take<float2>(splits * 16)};
+  return {chunk, arena.take<float>(splits * 16 * static_cast<std::size_t>(params.config.head_dim)),
+          arena.take<float2>(splits * 16)};
 }
 
 }  // namespace
@@ -64,7 +65,8 @@ void sparse_decode(const core::SparseAttentionParams& params) {
   for (std::int64_t begin = 0; begin < params.geo.total_q; begin += scratch.chunk) {
     const std::int64_t pairs = std::min(scratch.chunk, params.geo.total_q - begin) * config.num_kv_heads;
     device.token_begin = static_cast<std::int32_t>(begin);
-    const dim3 grid(static_cast<unsigned>(pairs * config.top_k)), merge_grid(static_cast<unsigned>(pairs * ((config.group_size() + 3) / 4)));
+    const dim3 grid(static_cast<unsigned>(pairs * config.top_k)),
+        merge_grid(static_cast<unsigned>(pairs * ((config.group_size() + 3) / 4)));
     with_dtype(params.q.dtype, [&](auto element) {
       with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
         with_size<64, 128>(config.block_size, [&](auto block) {

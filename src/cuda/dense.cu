@@ -31,8 +31,8 @@ void dense_attention(const core::DenseAttentionParams& params) {
     device.num_blocks = static_cast<std::int32_t>(params.block_max.shape[2]);
   }
   launch_plan(plan, device.batch, 0, params.geo.total_q, tokens, params.context.stream);
-  launch_dense(params.block_max.given() ? DenseMode::kBlockMax : DenseMode::kPlain, params.q, params.k, params.v, params.geo, config,
-               device, params.context.stream);
+  launch_dense(params.block_max.given() ? DenseMode::kBlockMax : DenseMode::kPlain, params.q, params.k, params.v, params.geo,
+               config, device, params.context.stream);
 }
 
 }  // namespace openmsa::cuda

@@ -23,7 +23,8 @@ std::string describe(const Fault& fault, const char** argument) {
     case FaultCode::kCuSeqlensK:
       *argument = static_cast<FaultCode>(fault.code) == FaultCode::kCuSeqlensQ ? "batch.cu_seqlens_q" : "batch.cu_seqlens_k";
       return "has sequence " + where + " from " + first + " to " + second +
-             "; offsets start at 0, never decrease, and end at the number of tokens. Build them as 0 followed by the running sum of "
+             "; offsets start at 0, never decrease, and end at the number of tokens. Build them as 0 followed by the running sum "
+             "of "
              "lengths.";
     case FaultCode::kSeqlensK:
       *argument = "batch.seqlens_k";
@@ -55,7 +56,8 @@ Fault* device_fault(std::int32_t device) {
   const std::lock_guard lock(mutex);
   Fault*& record = records.at(static_cast<std::size_t>(device));
   if (record == nullptr) {
-    check(cudaHostAlloc(reinterpret_cast<void**>(&record), sizeof(Fault), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    check(cudaHostAlloc(reinterpret_cast<void**>(&record), sizeof(Fault), cudaHostAllocMapped | cudaHostAllocPortable),
+          "cudaHostAlloc");
     *record = Fault{};
   }
   return record;  // unified addressing: the same pointer on the device

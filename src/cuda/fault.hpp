@@ -18,14 +18,15 @@ enum class FaultCode : std::int32_t {
 };
 
 struct Fault {
-  std::int32_t code;  // FaultCode; set last by nobody: claimed by the first reporter, fields follow
-  std::int32_t ready; // 1 once the fields are there
+  std::int32_t code;   // FaultCode; set last by nobody: claimed by the first reporter, fields follow
+  std::int32_t ready;  // 1 once the fields are there
   std::int64_t where, first, second;
 };
 
 #ifdef __CUDACC__
 // Out of line: it never runs in a sound program, and inlined it would cost every kernel registers.
-__device__ __noinline__ inline void report(Fault* fault, FaultCode code, std::int64_t where, std::int64_t first, std::int64_t second) {
+__device__ __noinline__ inline void report(Fault* fault, FaultCode code, std::int64_t where, std::int64_t first,
+                                           std::int64_t second) {
   if (atomicCAS_system(&fault->code, 0, static_cast<std::int32_t>(code)) != 0) return;
   fault->where = where;
   fault->first = first;

@@ -48,8 +48,8 @@ void index_select(const core::IndexSelectParams& params) {
     launch_score({&params.geo, &params.config, params.q_idx, params.k_idx, scores, stride_token, stride_group,
                   static_cast<std::int32_t>(layout.num_blocks), begin, end, false, params.context.stream},
                  plan);
-    launch_select({&params.geo, &params.config, scores, stride_token, stride_group, params.block_ids, begin, end, plan.capacity == 0,
-                   params.context.stream});
+    launch_select({&params.geo, &params.config, scores, stride_token, stride_group, params.block_ids, begin, end,
+                   plan.capacity == 0, params.context.stream});
   }
 }
 

@@ -10,8 +10,9 @@ namespace openmsa::cuda {
 
 void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  throw Error(ErrorCode::kDevice, "", std::string(what) + " failed: " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
-                                          "). The device may have run out of memory, or an earlier kernel on it failed.");
+  throw Error(ErrorCode::kDevice, "",
+              std::string(what) + " failed: " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
+                  "). The device may have run out of memory, or an earlier kernel on it failed.");
 }
 
 DeviceGuard::DeviceGuard(std::int32_t device) {
@@ -45,14 +46,14 @@ CUtensorMap make_tensor_map(const void* data, DType dtype, std::initializer_list
   std::copy(stride_bytes.begin(), stride_bytes.end(), strides.begin());
   std::copy(box.begin(), box.end(), boxes.begin());
   CUtensorMap map{};
-  const CUresult status =
-      encode(&map, dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-             static_cast<cuuint32_t>(size.size()), const_cast<void*>(data), sizes.data(), strides.data(), boxes.data(), steps.data(),
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode(&map, dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                                 static_cast<cuuint32_t>(size.size()), const_cast<void*>(data), sizes.data(), strides.data(),
+                                 boxes.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
-    throw Error(ErrorCode::kDevice, "", "cuTensorMapEncodeTiled refused a tensor (error " + std::to_string(static_cast<int>(status)) +
-                                            "); its pointer and strides must be multiples of 16 bytes");
+    throw Error(ErrorCode::kDevice, "",
+                "cuTensorMapEncodeTiled refused a tensor (error " + std::to_string(static_cast<int>(status)) +
+                    "); its pointer and strides must be multiples of 16 bytes");
   }
   return map;
 }

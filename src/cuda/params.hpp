@@ -9,10 +9,10 @@ namespace openmsa::cuda {
 
 // One sequence of a batch, checked.
 struct Sequence {
-  std::int32_t query_begin, seqlen_q;   // packed query tokens [query_begin, query_begin + seqlen_q)
-  std::int32_t key_begin, seqlen_k;     // packed keys; key_begin is 0 when paged
-  std::int32_t first_position;          // of its first query
-  const std::int32_t* pages;            // its row of the page table, or null
+  std::int32_t query_begin, seqlen_q;  // packed query tokens [query_begin, query_begin + seqlen_q)
+  std::int32_t key_begin, seqlen_k;    // packed keys; key_begin is 0 when paged
+  std::int32_t first_position;         // of its first query
+  const std::int32_t* pages;           // its row of the page table, or null
 
 #ifdef __CUDACC__
   // Number of keys 0.. that a query at position p sees.
@@ -23,18 +23,18 @@ struct Sequence {
 // A batch as kernels see it; core/geometry.hpp gives the meaning. Index data lies on the device, unread by the host, so whoever
 // loads a sequence checks it: a broken one is reported and treated as empty, and no address is ever formed from it.
 struct BatchParams {
-  std::int32_t num_seqs;              // B
-  std::int32_t block_size;            // Bk
-  const std::int32_t* cu_seqlens_q;   // [B+1]
-  const std::int32_t* cu_seqlens_k;   // [B+1], packed keys; null when paged
-  const std::int32_t* seqlens_k;      // [B], paged keys; null when packed
-  const std::int32_t* page_table;     // [B, max_pages], paged keys
-  std::int64_t stride_page_table;     // elements
-  const std::int32_t* q_start;        // [B] or null
-  std::int32_t total_q, total_k;      // T, S (packed; -1 where no keys are involved)
-  std::int32_t max_pages, num_pages;  // paged
+  std::int32_t num_seqs;                    // B
+  std::int32_t block_size;                  // Bk
+  const std::int32_t* cu_seqlens_q;         // [B+1]
+  const std::int32_t* cu_seqlens_k;         // [B+1], packed keys; null when paged
+  const std::int32_t* seqlens_k;            // [B], paged keys; null when packed
+  const std::int32_t* page_table;           // [B, max_pages], paged keys
+  std::int64_t stride_page_table;           // elements
+  const std::int32_t* q_start;              // [B] or null
+  std::int32_t total_q, total_k;            // T, S (packed; -1 where no keys are involved)
+  std::int32_t max_pages, num_pages;        // paged
   std::int32_t max_seqlen_q, max_seqlen_k;  // the bounds that grids and scratch were sized by
-  Fault* fault;                       // where to report
+  Fault* fault;                             // where to report
 
 #ifdef __CUDACC__
   // Where another thread of the kernel loads the same sequence and reports, kReport false keeps the call out of a hot loop.
@@ -56,7 +56,8 @@ struct BatchParams {
     } else {
       k0 = cu_seqlens_k[seq];
       const int k1 = cu_seqlens_k[seq + 1];
-      if (k0 < 0 || k1 < k0 || (seq == 0 && k0 != 0) || (total_k >= 0 && (k1 > total_k || (seq == num_seqs - 1 && k1 != total_k)))) {
+      if (k0 < 0 || k1 < k0 || (seq == 0 && k0 != 0) ||
+          (total_k >= 0 && (k1 > total_k || (seq == num_seqs - 1 && k1 != total_k)))) {
         if (kReport) report(fault, FaultCode::kCuSeqlensK, seq, k0, k1);
         return false;
       }
@@ -66,7 +67,11 @@ struct BatchParams {
       if (kReport) report(fault, FaultCode::kMaxSeqlen, seq, q1 - q0, length);
       return false;
     }
-    *out = {q0, q1 - q0, k0, length, q_start ? q_start[seq] : length - (q1 - q0),
+    *out = {q0,
+            q1 - q0,
+            k0,
+            length,
+            q_start ? q_start[seq] : length - (q1 - q0),
             page_table ? page_table + seq * stride_page_table : nullptr};
     return true;
   }
@@ -85,7 +90,10 @@ struct BatchParams {
     int low = 0, high = num_seqs;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (cu_seqlens_q[middle] <= token) low = middle; else high = middle;
+      if (cu_seqlens_q[middle] <= token)
+        low = middle;
+      else
+        high = middle;
     }
     return low;
   }
@@ -94,7 +102,7 @@ struct BatchParams {
 
 // A tile of query tokens: [first, first + tile size) of sequence seq, counted from the sequence's first query, cut at `end`.
 struct QueryTile {
-  std::int32_t seq;         // -1: nothing to do
+  std::int32_t seq;  // -1: nothing to do
   std::int32_t first, end;
 };
 

@@ -16,10 +16,16 @@ Plan reserve_plan(core::Arena& arena, const core::Geometry& geo, std::int64_t nu
   return plan;
 }
 
-void launch_plan(const Plan& plan, const BatchParams& batch, std::int64_t token_begin, std::int64_t token_end, std::int32_t tile_tokens,
-                 void* stream) {
-  const PlanParams params{batch,         static_cast<std::int32_t>(token_begin), static_cast<std::int32_t>(token_end), tile_tokens,
-                          plan.capacity, plan.tiles, plan.tile_begin, plan.block_begin};
+void launch_plan(const Plan& plan, const BatchParams& batch, std::int64_t token_begin, std::int64_t token_end,
+                 std::int32_t tile_tokens, void* stream) {
+  const PlanParams params{batch,
+                          static_cast<std::int32_t>(token_begin),
+                          static_cast<std::int32_t>(token_end),
+                          tile_tokens,
+                          plan.capacity,
+                          plan.tiles,
+                          plan.tile_begin,
+                          plan.block_begin};
   launch(smxx_plan_kernel, dim3(1), kPlanThreads, 0, stream, false, params);
 }
 

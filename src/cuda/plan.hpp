@@ -14,7 +14,7 @@ struct Plan {
 
 // Room for the tiles of at most `num_tokens` query tokens.
 Plan reserve_plan(core::Arena& arena, const core::Geometry& geo, std::int64_t num_tokens, std::int32_t tile_tokens);
-void launch_plan(const Plan& plan, const BatchParams& batch, std::int64_t token_begin, std::int64_t token_end, std::int32_t tile_tokens,
-                 void* stream);
+void launch_plan(const Plan& plan, const BatchParams& batch, std::int64_t token_begin, std::int64_t token_end,
+                 std::int32_t tile_tokens, void* stream);
 
 }  // namespace openmsa::cuda

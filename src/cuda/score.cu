@@ -10,7 +10,7 @@
 namespace openmsa::cuda {
 namespace {
 
-constexpr int kFewRows = 64;   // query rows a sequence that smxx_score_few holds
+constexpr int kFewRows = 64;  // query rows a sequence that smxx_score_few holds
 constexpr int kTileRows = 256;
 
 template <typename T>
@@ -37,7 +37,8 @@ void launch_few(const ScoreCall& call) {
   with_size<64, 96, 128>(call.config->index_dim, [&](auto dim) {
     with_size<64, 128>(geo.block_size, [&](auto block) {
       with_bound<1, 2, 8>(tiles, [&](auto num_tiles) {
-        launch(smxx_score_few_kernel<ScoreFewTraits<T, dim.value, block.value, num_tiles.value>>, grid, 128, 0, call.stream, false, params);
+        launch(smxx_score_few_kernel<ScoreFewTraits<T, dim.value, block.value, num_tiles.value>>, grid, 128, 0, call.stream, false,
+               params);
       });
     });
   });
@@ -65,26 +66,35 @@ void launch_tiles(const ScoreCall& call, const Plan& plan) {
                                             {64, num_groups, tile_tokens});
   const CUtensorMap map_k = key_map(call.k_idx, geo, dim, 1);
   // About two CTAs a multiprocessor, each with at least 8 blocks.
-  const std::int64_t splits = std::clamp<std::int64_t>(2 * num_multiprocessors() / plan.capacity, 1, std::max<std::int64_t>(geo.max_num_blocks() / 8, 1));
+  const std::int64_t splits =
+      std::clamp<std::int64_t>(2 * num_multiprocessors() / plan.capacity, 1, std::max<std::int64_t>(geo.max_num_blocks() / 8, 1));
   with_size<64, 96, 128>(dim, [&](auto index_dim) {
     with_size<64, 128>(geo.block_size, [&](auto block) {
       using Traits = ScoreTraits<T, index_dim.value, block.value>;
-      launch(sm90_score_kernel<Traits>, dim3(plan.capacity, static_cast<unsigned>(splits)), Traits::kThreads, Traits::kSmemBytes, call.stream, false, map_q, map_k, params);
+      launch(sm90_score_kernel<Traits>, dim3(plan.capacity, static_cast<unsigned>(splits)), Traits::kThreads, Traits::kSmemBytes,
+             call.stream, false, map_q, map_k, params);
     });
   });
 }
 
 ScoreCall whole_call(const core::BlockScoresParams& params) {
-  return {&params.geo, &params.config, params.q_idx, params.k_idx, static_cast<float*>(params.scores.data), params.scores.stride[0],
-          params.scores.stride[1], static_cast<std::int32_t>(params.scores.shape[2]), 0, params.geo.total_q, true,
+  return {&params.geo,
+          &params.config,
+          params.q_idx,
+          params.k_idx,
+          static_cast<float*>(params.scores.data),
+          params.scores.stride[0],
+          params.scores.stride[1],
+          static_cast<std::int32_t>(params.scores.shape[2]),
+          0,
+          params.geo.total_q,
+          true,
           params.context.stream};
 }
 
 }  // namespace
 
-bool score_is_few(const core::Geometry& geo, const MsaConfig& config) {
-  return geo.max_seqlen_q * config.num_kv_heads <= kFewRows;
-}
+bool score_is_few(const core::Geometry& geo, const MsaConfig& config) { return geo.max_seqlen_q * config.num_kv_heads <= kFewRows; }
 
 Plan reserve_score(core::Arena& arena, const core::Geometry& geo, const MsaConfig& config, std::int64_t num_tokens) {
   if (score_is_few(geo, config)) return {};

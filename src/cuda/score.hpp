@@ -9,13 +9,13 @@ namespace openmsa::cuda {
 struct ScoreCall {
   const core::Geometry* geo;
   const MsaConfig* config;
-  TensorView q_idx;    // [T, Hkv, Di]
+  TensorView q_idx;  // [T, Hkv, Di]
   core::KeyBlocks k_idx;
-  float* scores;       // [token_end - token_begin, Hkv, num_blocks]
+  float* scores;                            // [token_end - token_begin, Hkv, num_blocks]
   std::int64_t stride_token, stride_group;  // elements
   std::int32_t num_blocks;
   std::int64_t token_begin, token_end;
-  bool fill;           // -inf past what a query sees
+  bool fill;  // -inf past what a query sees
   void* stream;
 };
 

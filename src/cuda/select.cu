@@ -25,13 +25,15 @@ void launch_select(const SelectCall& call) {
   const std::int64_t rows = std::int64_t{params.num_tokens} * params.num_groups;
   if (rows == 0) return;
   // 16-byte loads need every row to start on 16 bytes.
-  const bool vector = reinterpret_cast<std::uintptr_t>(call.scores) % 16 == 0 && call.stride_token % 4 == 0 && call.stride_group % 4 == 0;
+  const bool vector =
+      reinterpret_cast<std::uintptr_t>(call.scores) % 16 == 0 && call.stride_token % 4 == 0 && call.stride_group % 4 == 0;
   // A CTA a row while rows are fewer than warps that fill the chip.
   const bool few = rows <= 4 * num_multiprocessors();
   with_bound<16, 32>(params.top_k, [&](auto bound) {
     constexpr int kItems = bound.value / 16;
     if (few) {
-      launch(smxx_select_few_kernel<kItems>, dim3(static_cast<unsigned>(rows)), kSelectWarps * 32, 0, call.stream, call.dependent, params);
+      launch(smxx_select_few_kernel<kItems>, dim3(static_cast<unsigned>(rows)), kSelectWarps * 32, 0, call.stream, call.dependent,
+             params);
     } else if (vector) {
       launch(smxx_select_kernel<kItems, 4>, dim3(blocks_for(rows, 4 * kSelectRows)), 128, 0, call.stream, false, params);
     } else {

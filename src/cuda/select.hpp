@@ -8,11 +8,11 @@ namespace openmsa::cuda {
 struct SelectCall {
   const core::Geometry* geo;
   const MsaConfig* config;
-  const float* scores;  // [token_end - token_begin, Hkv, num_blocks]
+  const float* scores;                      // [token_end - token_begin, Hkv, num_blocks]
   std::int64_t stride_token, stride_group;  // elements
-  TensorView block_ids;  // [T, Hkv, k]
+  TensorView block_ids;                     // [T, Hkv, k]
   std::int64_t token_begin, token_end;
-  bool dependent;        // follows the score kernel of a decode step and may overlap its tail
+  bool dependent;  // follows the score kernel of a decode step and may overlap its tail
   void* stream;
 };
 

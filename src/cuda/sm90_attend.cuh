@@ -23,16 +23,16 @@ namespace openmsa::cuda {
 
 struct AttendParams {
   BatchParams batch;
-  const AttendItem* items;        // [num_items]
-  const std::int32_t* num_items;  // [1]
-  std::int32_t* next_item;        // [1], zero at launch
-  const std::uint32_t* entries;   // [chunk tokens * Hkv * k], grouped by (group, block)
-  float* partial_lse;             // [chunk tokens, Hkv, k, Gp]
-  std::int32_t chunk_begin;       // first packed token of the chunk
-  std::int32_t num_groups;        // Hkv
-  std::int32_t top_k;             // k
+  const AttendItem* items;             // [num_items]
+  const std::int32_t* num_items;       // [1]
+  std::int32_t* next_item;             // [1], zero at launch
+  const std::uint32_t* entries;        // [chunk tokens * Hkv * k], grouped by (group, block)
+  float* partial_lse;                  // [chunk tokens, Hkv, k, Gp]
+  std::int32_t chunk_begin;            // first packed token of the chunk
+  std::int32_t num_groups;             // Hkv
+  std::int32_t top_k;                  // k
   std::int32_t group_size, log_group;  // G, and log2 of Gp: G rounded up to a power of two, at most 16
-  float scale_log2;               // softmax_scale * log2(e)
+  float scale_log2;                    // softmax_scale * log2(e)
 };
 
 template <typename T_, int kHeadDim_, int kBlock_>
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   using T = typename Traits::T;
   constexpr int kHalves = Traits::kHalves, kStages = Traits::kStages, kBlock = Traits::kBlock;
   extern __shared__ unsigned char raw_smem[];
-  unsigned char* smem = reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
+  unsigned char* smem =
+      reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
   unsigned char* smem_k = smem;
   unsigned char* smem_v = smem_k + kHalves * Traits::kBoxBytesKv;
   unsigned char* smem_q = smem_v + kHalves * Traits::kBoxBytesKv;
@@ -184,7 +185,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       // The tokens of this thread's two rows; with 16 heads a group both are the warp's one token.
       std::uint32_t entry[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) entry[r] = stage_entries[s * Traits::kRows + ((warp * 16 + lane / 4 + 8 * r) >> params.log_group)];
+      for (int r = 0; r < 2; ++r)
+        entry[r] = stage_entries[s * Traits::kRows + ((warp * 16 + lane / 4 + 8 * r) >> params.log_group)];
       const std::uint32_t q = ptx::smem_address(smem_q + s * Traits::kStageBytes);
       float scores[kBlock / 2];
       ptx::wgmma_fence_operands(scores);
@@ -296,7 +298,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const std::uint32_t a3 = pack2<T>(out[8 * j + 6] * inverse[1], out[8 * j + 7] * inverse[1]);
         // Matrices: rows 0-7 and 8-15 of columns 16j .. 16j+7, then of 16j+8 .. 16j+15; lane gives the row address of one.
         const int matrix_row = lane % 16, chunk = (2 * j + lane / 16) % 8, half = j / 4;
-        const std::uint32_t address = ptx::smem_address(tile + half * Traits::kBoxBytesQ + matrix_row * 128 + ((chunk ^ (matrix_row % 8)) * 16));
+        const std::uint32_t address =
+            ptx::smem_address(tile + half * Traits::kBoxBytesQ + matrix_row * 128 + ((chunk ^ (matrix_row % 8)) * 16));
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), "r"(a1), "r"(a2),
                      "r"(a3)
                      : "memory");

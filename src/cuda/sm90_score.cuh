@@ -21,24 +21,24 @@ namespace openmsa::cuda {
 
 struct ScoreParams {
   BatchParams batch;
-  const QueryTile* tiles;       // [num_tiles], longest first
-  float* scores;                // [tokens, Hkv, num_blocks], its first token being packed token `token_begin`
+  const QueryTile* tiles;                   // [num_tiles], longest first
+  float* scores;                            // [tokens, Hkv, num_blocks], its first token being packed token `token_begin`
   std::int64_t stride_token, stride_group;  // elements
   std::int32_t token_begin;
-  std::int32_t num_blocks;      // width of scores
-  std::int32_t num_groups;      // Hkv, at most 256
-  std::int32_t tile_tokens;     // tokens per tile: 256 / Hkv rounded down
-  bool fill;                    // write -inf from the last visible block to the width (select does not look there)
+  std::int32_t num_blocks;   // width of scores
+  std::int32_t num_groups;   // Hkv, at most 256
+  std::int32_t tile_tokens;  // tokens per tile: 256 / Hkv rounded down
+  bool fill;                 // write -inf from the last visible block to the width (select does not look there)
 };
 
 template <typename T_, int kIndexDim_, int kBlock_>
 struct ScoreTraits {
   using T = T_;
-  static constexpr int kIndexDim = kIndexDim_;             // 64, 96 or 128
-  static constexpr int kBlock = kBlock_;                   // 64 or 128
+  static constexpr int kIndexDim = kIndexDim_;  // 64, 96 or 128
+  static constexpr int kBlock = kBlock_;        // 64 or 128
   static constexpr int kRows = 256, kKeys = 128;
-  static constexpr int kHalves = (kIndexDim + 63) / 64;    // 64-column boxes of a row
-  static constexpr int kSteps = kIndexDim / 16;            // k16 products
+  static constexpr int kHalves = (kIndexDim + 63) / 64;  // 64-column boxes of a row
+  static constexpr int kSteps = kIndexDim / 16;          // k16 products
   static constexpr int kBlocksPerStep = kKeys / kBlock;
   static constexpr int kStages = 4;
   static constexpr int kThreads = 384;
@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   using T = typename Traits::T;
   constexpr int kStages = Traits::kStages, kHalves = Traits::kHalves;
   extern __shared__ unsigned char raw_smem[];
-  unsigned char* smem = reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
+  unsigned char* smem =
+      reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
   unsigned char* smem_q = smem;
   unsigned char* smem_k = smem + kHalves * Traits::kBoxBytesQ;
   auto* full = reinterpret_cast<std::uint64_t*>(smem_k + kStages * kHalves * Traits::kBoxBytesK);

@@ -11,13 +11,13 @@
 namespace openmsa::cuda {
 
 struct CombineParams {
-  const void* partial;             // [chunk tokens, Hkv, k, Gp, D]
-  const float* partial_lse;        // [chunk tokens, Hkv, k, Gp]
-  const std::int32_t* ranks;       // [chunk tokens, Hkv, k]; -1: this slot left no partial
-  const std::int32_t* taken;       // [chunk tokens, Hkv] or null
-  void* out;                       // [T, Hq, D]
+  const void* partial;        // [chunk tokens, Hkv, k, Gp, D]
+  const float* partial_lse;   // [chunk tokens, Hkv, k, Gp]
+  const std::int32_t* ranks;  // [chunk tokens, Hkv, k]; -1: this slot left no partial
+  const std::int32_t* taken;  // [chunk tokens, Hkv] or null
+  void* out;                  // [T, Hq, D]
   std::int64_t stride_out_token, stride_out_head;
-  float* lse;                      // [T, Hq] or null
+  float* lse;  // [T, Hq] or null
   std::int64_t stride_lse_token;
   std::int32_t chunk_begin, chunk_tokens, num_groups, top_k, group_size, log_group;
 };
@@ -67,8 +67,9 @@ __global__ void __launch_bounds__(256) smxx_combine_kernel(const __grid_constant
     for (int i = 0; i < Traits::kBatch; ++i) {
       rows[i] = uint4{0, 0, 0, 0};
       if (weight[base + i] != -INFINITY) {
-        rows[i] = __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(params.partial) +
-                                                        (((first + base + i) << params.log_group) + head) * Traits::kHeadDim + part * 8));
+        rows[i] =
+            __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(params.partial) +
+                                                  (((first + base + i) << params.log_group) + head) * Traits::kHeadDim + part * 8));
       }
     }
 #pragma unroll
@@ -87,8 +88,8 @@ __global__ void __launch_bounds__(256) smxx_combine_kernel(const __grid_constant
   const float inverse = sum == 0.f ? 0.f : 1.f / sum;
   const int token = params.chunk_begin + static_cast<int>(pair / params.num_groups);
   const int out_head = static_cast<int>(pair % params.num_groups) * params.group_size + head;
-  *reinterpret_cast<uint4*>(static_cast<T*>(params.out) + std::int64_t{token} * params.stride_out_token + out_head * params.stride_out_head +
-                            part * 8) =
+  *reinterpret_cast<uint4*>(static_cast<T*>(params.out) + std::int64_t{token} * params.stride_out_token +
+                            out_head * params.stride_out_head + part * 8) =
       uint4{pack2<T>(acc[0] * inverse, acc[1] * inverse), pack2<T>(acc[2] * inverse, acc[3] * inverse),
             pack2<T>(acc[4] * inverse, acc[5] * inverse), pack2<T>(acc[6] * inverse, acc[7] * inverse)};
   if (params.lse && part == 0) {

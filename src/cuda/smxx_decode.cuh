@@ -8,29 +8,29 @@
 #pragma once
 
 #include "cuda/params.hpp"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/convert.cuh"
 #include "cuda/ptx/mma.cuh"
-#include "cuda/ptx/barrier.cuh"
 
 namespace openmsa::cuda {
 
 struct DecodeParams {
   BatchParams batch;
-  const void* q;                 // [T, Hq, D]
-  const void* k;                 // [S, Hkv, D] or [num_pages, Hkv, Bk, D]
+  const void* q;  // [T, Hq, D]
+  const void* k;  // [S, Hkv, D] or [num_pages, Hkv, Bk, D]
   const void* v;
-  std::int64_t stride_q_token, stride_q_head;                       // elements
+  std::int64_t stride_q_token, stride_q_head;  // elements
   std::int64_t stride_k_token, stride_k_head, stride_k_page;
   std::int64_t stride_v_token, stride_v_head, stride_v_page;
-  const std::int32_t* block_ids; // [T, Hkv, k]
+  const std::int32_t* block_ids;  // [T, Hkv, k]
   std::int64_t stride_id_token, stride_id_group;
-  void* out;                     // [T, Hq, D]
+  void* out;  // [T, Hq, D]
   std::int64_t stride_out_token, stride_out_head;
-  float* lse;                    // [T, Hq] or null
+  float* lse;  // [T, Hq] or null
   std::int64_t stride_lse_token;
-  float* partial;                // [tokens of the launch, Hkv, k, 16, D]
-  float2* partial_stats;         // [tokens of the launch, Hkv, k, 16]: max (in log2 units), sum
-  std::int32_t token_begin;      // first packed token of this launch; partials count from it
+  float* partial;            // [tokens of the launch, Hkv, k, 16, D]
+  float2* partial_stats;     // [tokens of the launch, Hkv, k, 16]: max (in log2 units), sum
+  std::int32_t token_begin;  // first packed token of this launch; partials count from it
   std::int32_t num_groups, group_size, top_k;
   float scale_log2;
 };
@@ -70,10 +70,11 @@ __global__ void __launch_bounds__(Traits::kThreads) smxx_decode_kernel(const __g
     const int head = r + 8 * h;
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {
-      q[h][s] = head < params.group_size
-                    ? *reinterpret_cast<const uint4*>(static_cast<const T*>(params.q) + std::int64_t{token} * params.stride_q_token +
-                                                      (group * params.group_size + head) * params.stride_q_head + s * 32 + c * 8)
-                    : uint4{0, 0, 0, 0};
+      q[h][s] =
+          head < params.group_size
+              ? *reinterpret_cast<const uint4*>(static_cast<const T*>(params.q) + std::int64_t{token} * params.stride_q_token +
+                                                (group * params.group_size + head) * params.stride_q_head + s * 32 + c * 8)
+              : uint4{0, 0, 0, 0};
     }
   }
 
@@ -81,10 +82,12 @@ __global__ void __launch_bounds__(Traits::kThreads) smxx_decode_kernel(const __g
   int block = ids[split];
   const int before = split > 0 ? ids[split - 1] : -1;
   if (block < -1 || block * std::int64_t{kBlock} >= visible) {
-    if (threadIdx.x == 0) report(params.batch.fault, FaultCode::kBlockId, std::int64_t{token} * params.num_groups + group, split, block);
+    if (threadIdx.x == 0)
+      report(params.batch.fault, FaultCode::kBlockId, std::int64_t{token} * params.num_groups + group, split, block);
     block = -1;
   } else if (block >= 0 && split > 0 && (before < 0 || before >= block)) {
-    if (threadIdx.x == 0) report(params.batch.fault, FaultCode::kBlockOrder, std::int64_t{token} * params.num_groups + group, split, block);
+    if (threadIdx.x == 0)
+      report(params.batch.fault, FaultCode::kBlockOrder, std::int64_t{token} * params.num_groups + group, split, block);
     block = -1;
   }
   const int page = block < 0 ? -1 : params.batch.page(sequence, seq, block);
@@ -93,8 +96,10 @@ __global__ void __launch_bounds__(Traits::kThreads) smxx_decode_kernel(const __g
 
   if (live_keys > 0) {
     const std::int64_t row = sequence.pages ? 0 : sequence.key_begin + std::int64_t{block} * kBlock;
-    const T* k = static_cast<const T*>(params.k) + page * params.stride_k_page + group * params.stride_k_head + row * params.stride_k_token;
-    const T* v = static_cast<const T*>(params.v) + page * params.stride_v_page + group * params.stride_v_head + row * params.stride_v_token;
+    const T* k =
+        static_cast<const T*>(params.k) + page * params.stride_k_page + group * params.stride_k_head + row * params.stride_k_token;
+    const T* v =
+        static_cast<const T*>(params.v) + page * params.stride_v_page + group * params.stride_v_head + row * params.stride_v_token;
     uint4 b[2][kSegments];  // two n8 tiles of keys
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -108,8 +113,8 @@ __global__ void __launch_bounds__(Traits::kThreads) smxx_decode_kernel(const __g
     for (int i = threadIdx.x; i < kBlock * kPieces; i += Traits::kThreads) {
       const int key = i / kPieces, piece = i % kPieces;
       // Rows nobody sees become zero: their P is zero, and 0 x NaN must not leak.
-      ptx::copy_async_16(ptx::smem_address(smem_v) + key * Traits::kRowBytes + piece * 16, v + (key < live_keys ? key : 0) * params.stride_v_token + piece * 8,
-                         key < live_keys);
+      ptx::copy_async_16(ptx::smem_address(smem_v) + key * Traits::kRowBytes + piece * 16,
+                         v + (key < live_keys ? key : 0) * params.stride_v_token + piece * 8, key < live_keys);
     }
     float s[2][4] = {};
 #pragma unroll

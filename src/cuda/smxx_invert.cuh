@@ -14,18 +14,18 @@ namespace openmsa::cuda {
 
 struct InvertParams {
   BatchParams batch;
-  const std::int32_t* block_ids;    // [T, Hkv, k]
+  const std::int32_t* block_ids;  // [T, Hkv, k]
   std::int64_t stride_token, stride_group;
   const std::int32_t* block_begin;  // [B+1] first global block of every sequence
   const std::int32_t* taken;        // [chunk tokens, Hkv]: nonzero where the union kernel serves the token; null: nowhere
   std::int32_t chunk_begin, chunk_tokens, num_groups, top_k;
-  std::int32_t max_item;            // longest work item, tokens
-  std::int32_t* counts;             // [Hkv * blocks], zero at launch; blocks = block_begin[B]
-  std::int32_t* offsets;            // [Hkv * blocks]
-  std::int32_t* ranks;              // [chunk tokens, Hkv, k]; -1: not listed
-  std::uint32_t* entries;           // [chunk tokens * Hkv * k]
+  std::int32_t max_item;   // longest work item, tokens
+  std::int32_t* counts;    // [Hkv * blocks], zero at launch; blocks = block_begin[B]
+  std::int32_t* offsets;   // [Hkv * blocks]
+  std::int32_t* ranks;     // [chunk tokens, Hkv, k]; -1: not listed
+  std::uint32_t* entries;  // [chunk tokens * Hkv * k]
   AttendItem* items;
-  std::int32_t* num_items;          // [1]
+  std::int32_t* num_items;  // [1]
 };
 
 struct InvertSlot {
@@ -95,7 +95,10 @@ __global__ void __launch_bounds__(kScanThreads) smxx_invert_items_kernel(const _
       int low = 0, high = params.batch.num_seqs;
       while (high - low > 1) {
         const int middle = (low + high) / 2;
-        if (params.block_begin[middle] <= global) low = middle; else high = middle;
+        if (params.block_begin[middle] <= global)
+          low = middle;
+        else
+          high = middle;
       }
       for (int c = 0; c < cuts; ++c, ++item) {
         params.items[item] = {low, global - params.block_begin[low], group, entry + c * params.max_item,

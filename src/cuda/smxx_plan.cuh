@@ -13,10 +13,10 @@ struct PlanParams {
   BatchParams batch;
   std::int32_t token_begin, token_end;  // packed query tokens to cover
   std::int32_t tile_tokens;
-  std::int32_t capacity;                // entries of tiles
-  QueryTile* tiles;                     // [capacity]
-  std::int32_t* tile_begin;             // [B+1] scratch: first tile of every sequence
-  std::int32_t* block_begin;            // [B+1] first global block of every sequence, or null
+  std::int32_t capacity;      // entries of tiles
+  QueryTile* tiles;           // [capacity]
+  std::int32_t* tile_begin;   // [B+1] scratch: first tile of every sequence
+  std::int32_t* block_begin;  // [B+1] first global block of every sequence, or null
 };
 
 inline constexpr int kPlanThreads = kScanThreads, kPlanBuckets = 1024;
@@ -68,7 +68,10 @@ __global__ void __launch_bounds__(kPlanThreads) smxx_plan_kernel(const __grid_co
       int low = 0, high = params.batch.num_seqs;
       while (high - low > 1) {
         const int middle = (low + high) / 2;
-        if (params.tile_begin[middle] <= i) low = middle; else high = middle;
+        if (params.tile_begin[middle] <= i)
+          low = middle;
+        else
+          high = middle;
       }
       Sequence sequence;
       if (!params.batch.load(low, &sequence)) continue;

@@ -15,13 +15,13 @@ namespace openmsa::cuda {
 
 struct ScoreFewParams {
   BatchParams batch;
-  const void* q_idx;             // [T, Hkv, Di]
-  const void* k_idx;             // [S, Di] or [num_pages, Bk, Di]
+  const void* q_idx;                                                           // [T, Hkv, Di]
+  const void* k_idx;                                                           // [S, Di] or [num_pages, Bk, Di]
   std::int64_t stride_q_token, stride_q_group, stride_k_token, stride_k_page;  // elements
-  float* scores;                 // [T, Hkv, num_blocks]
+  float* scores;                                                               // [T, Hkv, num_blocks]
   std::int64_t stride_token, stride_group;
-  std::int32_t num_blocks;       // width of scores
-  std::int32_t num_groups;       // Hkv
+  std::int32_t num_blocks;  // width of scores
+  std::int32_t num_groups;  // Hkv
   bool fill;
 };
 
@@ -29,14 +29,15 @@ template <typename T_, int kIndexDim_, int kBlock_, int kTiles_>
 struct ScoreFewTraits {
   using T = T_;
   static constexpr int kIndexDim = kIndexDim_, kBlock = kBlock_;
-  static constexpr int kTiles = kTiles_;                    // n8 tiles of query rows
-  static constexpr int kSegments = kIndexDim / 32;          // 32-element pieces of a row
-  static constexpr int kKeyTiles = kBlock / 64;             // m16 tiles a warp
+  static constexpr int kTiles = kTiles_;            // n8 tiles of query rows
+  static constexpr int kSegments = kIndexDim / 32;  // 32-element pieces of a row
+  static constexpr int kKeyTiles = kBlock / 64;     // m16 tiles a warp
   static constexpr bool kInRegisters = kTiles <= 2;
 };
 
 template <typename Traits>
-__global__ void __launch_bounds__(128, Traits::kTiles == 1 ? 4 : 3) smxx_score_few_kernel(const __grid_constant__ ScoreFewParams params) {
+__global__ void __launch_bounds__(128, Traits::kTiles == 1 ? 4 : 3)
+    smxx_score_few_kernel(const __grid_constant__ ScoreFewParams params) {
   using T = typename Traits::T;
   constexpr int kSegments = Traits::kSegments, kTiles = Traits::kTiles, kKeyTiles = Traits::kKeyTiles, kBlock = Traits::kBlock;
   __shared__ uint4 smem_q[Traits::kInRegisters ? 1 : kTiles * kSegments * 32];

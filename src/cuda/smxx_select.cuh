@@ -14,12 +14,12 @@ namespace openmsa::cuda {
 
 struct SelectParams {
   BatchParams batch;
-  const float* scores;            // [num_tokens, Hkv, num_blocks], its first token being packed token `token_begin`
+  const float* scores;  // [num_tokens, Hkv, num_blocks], its first token being packed token `token_begin`
   std::int64_t stride_score_token, stride_score_group;
-  std::int32_t* block_ids;        // [T, Hkv, k]
+  std::int32_t* block_ids;  // [T, Hkv, k]
   std::int64_t stride_id_token, stride_id_group;
   std::int32_t token_begin, num_tokens;  // packed query tokens of this launch
-  std::int32_t num_groups;        // Hkv
+  std::int32_t num_groups;               // Hkv
   std::int32_t top_k, num_init_blocks, num_local_blocks;
 };
 
@@ -44,14 +44,16 @@ struct SelectRow {
 };
 
 __device__ __forceinline__ SelectRow select_row(const SelectParams& params, const SelectToken& token, int group) {
-  return {params.scores + std::int64_t{token.packed - params.token_begin} * params.stride_score_token + group * params.stride_score_group,
+  return {params.scores + std::int64_t{token.packed - params.token_begin} * params.stride_score_token +
+              group * params.stride_score_group,
           params.block_ids + std::int64_t{token.packed} * params.stride_id_token + group * params.stride_id_group,
           token.num_visible_blocks, token.own_block};
 }
 
 // Feeds blocks [begin, end) of a row to the warp's list, kCount a lane at a time. kRun: consecutive scores a lane loads at once.
 template <int kCount, int kRun, int kItems>
-__device__ __forceinline__ void select_scan(WarpTopK<kItems>& list, const SelectParams& params, const SelectRow& row, int begin, int end) {
+__device__ __forceinline__ void select_scan(WarpTopK<kItems>& list, const SelectParams& params, const SelectRow& row, int begin,
+                                            int end) {
   const int lane = threadIdx.x % 32;
   const auto forced = [&](int id) { return id < params.num_init_blocks || id > row.own_block - params.num_local_blocks; };
   for (int chunk = begin; chunk < end; chunk += 32 * kCount) {
@@ -84,7 +86,8 @@ __device__ __forceinline__ void select_scan(WarpTopK<kItems>& list, const Select
 inline constexpr int kSelectRows = 4;
 
 template <int kItems, int kRun>
-__global__ void __launch_bounds__(128, kItems == 1 && kRun == 4 ? 6 : 4) smxx_select_kernel(const __grid_constant__ SelectParams params) {
+__global__ void __launch_bounds__(128, kItems == 1 && kRun == 4 ? 6 : 4)
+    smxx_select_kernel(const __grid_constant__ SelectParams params) {
   __shared__ __align__(16) std::uint64_t memory[4][WarpTopK<kItems>::kWords];
   const int warp = threadIdx.x / 32;
   const std::int64_t end = std::int64_t{params.num_tokens} * params.num_groups;

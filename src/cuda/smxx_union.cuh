@@ -15,13 +15,13 @@ struct UnionParams {
   const std::int32_t* block_ids;  // [T, Hkv, k]
   std::int64_t stride_token, stride_group;
   std::int32_t num_tiles, num_groups, top_k;
-  std::int32_t limit;             // longest union worth the tile kernel, at most kMaxUnion
-  std::uint32_t* entries;         // [num_tiles * Hkv, kMaxUnion]
-  std::int32_t* num_entries;      // [num_tiles * Hkv]; 0: routed token by token
-  std::int32_t* taken;            // [chunk tokens, Hkv]: nonzero where the tile kernel serves the token
-  std::int32_t chunk_begin;       // first packed token of the chunk
-  std::int32_t* work;             // [num_tiles * Hkv]
-  std::int32_t* num_work;         // [1], zero at launch
+  std::int32_t limit;         // longest union worth the tile kernel, at most kMaxUnion
+  std::uint32_t* entries;     // [num_tiles * Hkv, kMaxUnion]
+  std::int32_t* num_entries;  // [num_tiles * Hkv]; 0: routed token by token
+  std::int32_t* taken;        // [chunk tokens, Hkv]: nonzero where the tile kernel serves the token
+  std::int32_t chunk_begin;   // first packed token of the chunk
+  std::int32_t* work;         // [num_tiles * Hkv]
+  std::int32_t* num_work;     // [1], zero at launch
 };
 
 __global__ void __launch_bounds__(128) smxx_union_kernel(const __grid_constant__ UnionParams params) {
@@ -34,14 +34,15 @@ __global__ void __launch_bounds__(128) smxx_union_kernel(const __grid_constant__
     Sequence sequence;
     params.batch.load(tile.seq, &sequence);
     const int num_tokens = tile.end - tile.first, token = tile.first + min(lane, num_tokens - 1);
-    const std::int32_t* ids = params.block_ids + (std::int64_t{sequence.query_begin} + token) * params.stride_token +
-                              group * params.stride_group;
+    const std::int32_t* ids =
+        params.block_ids + (std::int64_t{sequence.query_begin} + token) * params.stride_token + group * params.stride_group;
     const int num_blocks =
         (sequence.num_visible(sequence.first_position + token) + params.batch.block_size - 1) / params.batch.block_size;
     const auto read = [&](int slot) {
       const std::int32_t id = slot < params.top_k ? ids[slot] : -1;
       if (id >= -1 && id < num_blocks) return static_cast<std::uint32_t>(id);
-      report(params.batch.fault, FaultCode::kBlockId, (std::int64_t{sequence.query_begin} + token) * params.num_groups + group, slot, id);
+      report(params.batch.fault, FaultCode::kBlockId, (std::int64_t{sequence.query_begin} + token) * params.num_groups + group,
+             slot, id);
       return 0xffffffffu;
     };
     constexpr std::uint32_t kEnd = 0xffffffffu;  // also what an id of -1 reads as
@@ -62,8 +63,9 @@ __global__ void __launch_bounds__(128) smxx_union_kernel(const __grid_constant__
       if (head == least) {
         head = read(next++);
         if (head <= least) {  // kEnd is larger than any id
-          report(params.batch.fault, FaultCode::kBlockOrder, (std::int64_t{sequence.query_begin} + token) * params.num_groups + group,
-                 next - 1, static_cast<std::int32_t>(head));
+          report(params.batch.fault, FaultCode::kBlockOrder,
+                 (std::int64_t{sequence.query_begin} + token) * params.num_groups + group, next - 1,
+                 static_cast<std::int32_t>(head));
           head = kEnd;
         }
       }

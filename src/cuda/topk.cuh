@@ -46,10 +46,10 @@ template <int kItems>
 struct WarpTopK {
   static constexpr int kCapacity = 32 * kItems;
   static constexpr int kWords = kCapacity + 16;  // 64-bit words of shared memory a warp needs
-  std::uint64_t* keys;        // [kCapacity], 16-byte aligned; the first `count` are valid, in no order
-  float* lane_maxima;         // [32], 16-byte aligned
+  std::uint64_t* keys;                           // [kCapacity], 16-byte aligned; the first `count` are valid, in no order
+  float* lane_maxima;                            // [32], 16-byte aligned
   int count;
-  std::uint64_t threshold;    // the k-th best so far; kNoKey until k were seen
+  std::uint64_t threshold;  // the k-th best so far; kNoKey until k were seen
 
   __device__ __forceinline__ explicit WarpTopK(std::uint64_t* memory)
       : keys(memory), lane_maxima(reinterpret_cast<float*>(memory + kCapacity)), count(0), threshold(kNoKey) {}
@@ -104,7 +104,8 @@ struct WarpTopK {
   // below `end` count (the others hold -inf, forced blocks +inf). Chunks come by ascending id, so that an equal score never replaces
   // an older one. `row` is where the scores came from, to fetch the few that pass once more.
   template <int kCount, int kRun, typename Forced>
-  __device__ __forceinline__ void add(const float (&scores)[kCount], const float* row, int first_id, int end, int k, Forced forced) {
+  __device__ __forceinline__ void add(const float (&scores)[kCount], const float* row, int first_id, int end, int k,
+                                      Forced forced) {
     const int lane = threadIdx.x % 32;
     auto id_of = [&](int i) { return first_id + (i / kRun * 32 + lane) * kRun + i % kRun; };
     // Plain float compares do the bulk of the work: NaN never passes one. Where too few ordinary scores exist to bound the k-th
@@ -168,7 +169,7 @@ struct WarpTopK {
       const std::uint32_t mine = slot < count ? static_cast<std::uint32_t>(keys[slot]) : 0u;  // ~id: larger is a smaller id
       int rank = 0;
 #pragma unroll
-      for (int j = 0; j < 16 * kItems; ++j) rank += j < count && static_cast<std::uint32_t>(keys[j]) > mine;
+      for (int j = 0; j < 16 * kItems; ++j) rank += j<count&& static_cast<std::uint32_t>(keys[j])> mine;
       if (slot < count) ids[rank] = static_cast<int>(~mine);
       if (slot >= count && slot < k) ids[slot] = -1;
     }

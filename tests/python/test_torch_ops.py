@@ -183,10 +183,3 @@ def test_a_call_costs_little(rng):
         return (time.perf_counter() - start) / repeats
 
     assert min(per_call() for _ in range(7)) < 100e-6
-
-
-@pytest.mark.cuda
-def test_cuda_tensors_are_refused_with_a_clear_text(rng):
-    data = golden.make_data(LAYOUT, SMALL, rng)
-    with pytest.raises(openmsa.Error):
-        openmsa.dense_attention(data.q.cuda(), data.k.cuda(), data.v.cuda(), LAYOUT.batch().to("cuda"), SMALL)

@@ -136,6 +136,9 @@ TEST_P(ApiTensor, RefusesDeviceMix) {
 }
 
 TEST_P(ApiTensor, RefusesGpuTensorsWithoutReadingThem) {
+  for (const BackendInfo& info : list_backends()) {
+    if (info.backend == Backend::kCuda && info.available) GTEST_SKIP() << "a usable GPU would be handed these addresses";
+  }
   for (const Calls::Call& call : calls.all()) {
     SCOPED_TRACE(call.name);
     for (const Slot& slot : calls.slots()) {
@@ -144,7 +147,7 @@ TEST_P(ApiTensor, RefusesGpuTensorsWithoutReadingThem) {
     }
     const bool is_index = call.name == "block_scores" || call.name == "index_select";
     const char* first = is_index ? "q_idx" : call.name == "select_blocks" ? "scores" : "q";
-    expect_refused(call.run, ErrorCode::kDevice, first, {"cuda:0", "no CUDA kernels"});
+    expect_refused(call.run, ErrorCode::kDevice, first, {"cuda:0", "no GPU can be used"});
     for (const Backend backend : {Backend::kCpu, Backend::kReference}) {
       call.options->backend = backend;
       expect_invalid(call.run, first, {"cuda:0", backend_name(backend), "CPU memory"});
@@ -157,7 +160,7 @@ TEST_P(ApiTensor, RefusesCudaBackendOnCpuTensors) {
   for (const Calls::Call& call : calls.all()) {
     SCOPED_TRACE(call.name);
     call.options->backend = Backend::kCuda;
-    expect_refused(call.run, ErrorCode::kDevice, "options.backend", {"cuda", "no CUDA kernels"});
+    expect_invalid(call.run, "options.backend", {"cuda", "is on the CPU"});
   }
   calls.expect_nothing_written();
 }

@@ -15,27 +15,31 @@ EXAMPLES = """\
   openmsa bench --cpu --only prefill --dtype f32  one part of it
   openmsa bench --cpu --simd avx2                 as on a machine without AVX-512 (ours and PyTorch's code alike)
   openmsa bench --cpu --json result.json          write the JSON elsewhere
+  openmsa bench --cuda                            the Hopper kernels, 8K to 1M tokens; about two minutes on an H200
 """
 SECTIONS = ("prefill", "rates", "decode", "memory")
 MOST_OTHER_LOAD = 0.05  # share of the processors that other programs may take before we say so
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cpu", action="store_true", required=True, help="the CPU engine against PyTorch on the CPU")
+    side = parser.add_mutually_exclusive_group(required=True)
+    side.add_argument("--cpu", action="store_true", help="the CPU engine against PyTorch on the CPU")
+    side.add_argument("--cuda", action="store_true", help="the Hopper kernels against cuDNN, flash, FlexAttention and torch.topk")
     parser.add_argument("--quick", action="store_true", help="small sizes to see that everything runs; not the bars")
     parser.add_argument("--only", metavar="PARTS", default=",".join(SECTIONS), help="comma-separated parts to run")
     parser.add_argument("--dtype", choices=("f32", "bf16", "both"), default="both", help="storage dtype of prefill and rates")
     parser.add_argument("--repeats", type=positive_int, default=3, metavar="N", help="runs of each call; the median counts")
     parser.add_argument("--threads", type=positive_int, default=None, metavar="N", help="threads for both sides")
     parser.add_argument("--simd", choices=("best", "avx2"), default="best", help="instruction set both sides may use")
+    parser.add_argument("--workloads", metavar="DIR", help="with --cuda: folder with prefill.json and decode.json, shapes to weigh")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random data")
 
 
-def default_json_path() -> str:
+def default_json_path(side: str = "cpu") -> str:
     """Inside a checkout the results folder, elsewhere the current folder."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M%SZ")
     folder = pathlib.Path("bench/results") if pathlib.Path("bench").is_dir() else pathlib.Path()
-    return str(folder / f"cpu-{stamp}.json")
+    return str(folder / f"{side}-{stamp}.json")
 
 
 def restart_with_avx2(environment: dict[str, str]) -> None:
@@ -69,7 +73,61 @@ def format_details(row: dict) -> str:
 COLOURS = {"excellent": "[bold green]", "met": "[green]", "missed": "[bold red]", "skipped": "[yellow]"}
 
 
+CUDA_COLOURS = {"excellent": "[bold green]", "good": "[green]", "missed": "[bold red]", "skipped": "[yellow]", "measured": ""}
+
+
+def run_cuda(args: argparse.Namespace) -> int:
+    """The same for a GPU; its parts are those of openmsa.bench_cuda."""
+    import json
+
+    import openmsa
+
+    gpu = {row.backend: row for row in openmsa.list_backends()}["cuda"]
+    if not gpu.available:
+        raise BadInputError(f"--cuda: no GPU can be used: {gpu.detail}")
+    from openmsa import bench_cuda
+
+    sections = bench_cuda.SECTIONS if args.only == ",".join(SECTIONS) else tuple(p.strip() for p in args.only.split(",") if p.strip())
+    unknown = [part for part in sections if part not in bench_cuda.SECTIONS]
+    if unknown or not sections:
+        raise BadInputError(f"--only: '{args.only}' has no such part; with --cuda they are {', '.join(bench_cuda.SECTIONS)}")
+    workloads = None
+    if args.workloads:
+        files = {kind: pathlib.Path(args.workloads) / f"{kind}.json" for kind in ("prefill", "decode")}
+        missing = [str(path) for path in files.values() if not path.is_file()]
+        if missing:
+            raise BadInputError(f"--workloads: {missing[0]} is not a file")
+        workloads = {kind: json.loads(path.read_text(encoding="utf-8"))["cases"] for kind, path in files.items()}
+    with progress(args, "benchmark", len(sections)) as bar:
+        started: list[str] = []
+
+        def report(name: str) -> None:
+            bar.step(name, 1 if started else 0)
+            started.append(name)
+
+        result = bench_cuda.run_bench(sections, args.quick, workloads, report)
+    result["command"] = "openmsa " + " ".join(sys.argv[1:])
+    if wants_tables(args):
+        print(f"{result['gpu']}, PyTorch {result['torch']}, cuDNN {result['cudnn']}, OpenMSA {result['openmsa']}, {result['date']}")
+        rows = []
+        for row in result["rows"]:
+            sign = "<=" if row["lower_is_better"] else ">="
+            bars = ["" if bar is None else f"{sign} {bar:.3g} {row['unit']}" for bar in (row["good"], row["excellent"])]
+            measured = "-" if row["measured"] is None else f"{row['measured']:.4g} {row['unit']}"
+            rows.append([row["what"], *bars, measured, CUDA_COLOURS[row["verdict"]] + row["verdict"]])
+        print_table("OpenMSA on the GPU" + (" - quick sizes" if args.quick else ""), ["what", "good", "excellent", "measured", "verdict"],
+                    rows, right=(1, 2, 3))
+    if args.json is None:
+        args.json = default_json_path("cuda")
+    emit_json(args, result)
+    if args.json != "-":
+        note(args, f"wrote {args.json}")
+    return EXIT_FAILED if any(row["verdict"] == "missed" for row in result["rows"]) else EXIT_OK
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.cuda:
+        return run_cuda(args)
     sections = tuple(part.strip() for part in args.only.split(",") if part.strip())
     unknown = [part for part in sections if part not in SECTIONS]
     if unknown or not sections:

@@ -36,7 +36,9 @@ __device__ inline void mbarrier_wait(std::uint64_t* barrier, std::uint32_t parit
       "@done bra end;\n"
       "bra wait;\n"
       "end:\n"
-      "}" ::"r"(smem_address(barrier)), "r"(parity) : "memory");
+      "}" ::"r"(smem_address(barrier)),
+      "r"(parity)
+      : "memory");
 }
 
 // Ordinary shared-memory stores before it become visible to the copy engine and to wgmma.

@@ -14,22 +14,26 @@ __device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
 // Loads the box at element coordinates (x innermost, y) of a 2-D map.
 __device__ inline void tma_load_2d(void* smem, const CUtensorMap* map, std::uint64_t* barrier, std::int32_t x, std::int32_t y) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-                   smem_address(smem)), "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y)
+                   smem_address(smem)),
+               "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y)
                : "memory");
 }
 
 __device__ inline void tma_load_3d(void* smem, const CUtensorMap* map, std::uint64_t* barrier, std::int32_t x, std::int32_t y,
                                    std::int32_t z) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-                   smem_address(smem)), "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z)
+                   smem_address(smem)),
+               "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
 
 __device__ inline void tma_load_4d(void* smem, const CUtensorMap* map, std::uint64_t* barrier, std::int32_t x, std::int32_t y,
                                    std::int32_t z, std::int32_t w) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-                   smem_address(smem)), "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+          smem_address(smem)),
+      "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
 }
 
 // Stores; completion is tracked per thread in bulk groups.
