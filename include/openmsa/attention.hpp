@@ -35,7 +35,7 @@ std::size_t workspace_bytes(const SparseAttentionArgs& args);  // enough for eit
 
 // Causal attention over every visible key; same formulas.
 struct DenseAttentionArgs {
-  MsaConfig config{};      // top_k and the index fields are not used
+  MsaConfig config{};  // top_k and the index fields are not used
   Batch batch{};
   TensorView q{};          // in:  [T, Hq, D] f32 | bf16 | f16
   TensorView k{};          // in:  [S, Hkv, D], or paged [num_pages, Hkv, Bk, D]
@@ -43,7 +43,7 @@ struct DenseAttentionArgs {
   TensorView out{};        // out: [T, Hq, D], dtype of q
   TensorView lse{};        // out: [T, Hq] f32; optional
   TensorView block_max{};  // out: [T, Hq, num_blocks] f32; optional: max over the visible keys of each block of the scaled score
-                         //      softmax_scale * <q, k>, -inf where nothing is visible (the 'proxy' pass some engines select by)
+                           //      softmax_scale * <q, k>, -inf where nothing is visible (the 'proxy' pass some engines select by)
   RunOptions options{};
 };
 void dense_attention(const DenseAttentionArgs& args);

@@ -7,14 +7,14 @@
 namespace openmsa {
 
 struct MsaConfig {
-  std::int32_t num_q_heads = 0;       // Hq
-  std::int32_t num_kv_heads = 0;      // Hkv, divides Hq; G = Hq / Hkv query heads form one GQA group
-  std::int32_t head_dim = 0;          // D
-  std::int32_t index_dim = 0;         // Di; may stay 0 where no index branch is involved (dense_attention, sparse_attention)
-  std::int32_t block_size = 128;      // Bk, tokens per block, and the page size of paged keys
-  std::int32_t top_k = 16;            // k, blocks kept per query token and group
-  std::int32_t num_init_blocks = 0;   // the first blocks of a sequence, always kept
-  std::int32_t num_local_blocks = 1;  // the last blocks up to the query's own, always kept
+  std::int32_t num_q_heads = 0;           // Hq
+  std::int32_t num_kv_heads = 0;          // Hkv, divides Hq; G = Hq / Hkv query heads form one GQA group
+  std::int32_t head_dim = 0;              // D
+  std::int32_t index_dim = 0;             // Di; may stay 0 where no index branch is involved (dense_attention, sparse_attention)
+  std::int32_t block_size = 128;          // Bk, tokens per block, and the page size of paged keys
+  std::int32_t top_k = 16;                // k, blocks kept per query token and group
+  std::int32_t num_init_blocks = 0;       // the first blocks of a sequence, always kept
+  std::int32_t num_local_blocks = 1;      // the last blocks up to the query's own, always kept
   std::optional<double> softmax_scale{};  // default 1/sqrt(D)
   std::optional<double> index_scale{};    // default 1/sqrt(Di); used by the index KL loss, never by the ranking
 

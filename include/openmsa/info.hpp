@@ -21,7 +21,7 @@ std::vector<BackendInfo> list_backends();
 
 // One row of the kernel registry.
 struct KernelInfo {
-  std::string stage;     // "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "dense_attention"
+  std::string stage;  // "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "dense_attention"
   Backend backend = Backend::kCpu;
   std::string name;      // "cpu_score"
   std::string supports;  // "float32|bfloat16|float16, head_dim 16..256 step 16, ..."

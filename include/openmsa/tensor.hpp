@@ -11,7 +11,7 @@
 namespace openmsa {
 
 enum class DType : std::uint8_t {
-  kF64,   // the reference backend alone
+  kF64,  // the reference backend alone
   kF32,
   kBF16,
   kF16,
@@ -22,8 +22,10 @@ enum class DType : std::uint8_t {
 constexpr std::int64_t dtype_bytes(DType dtype) {
   switch (dtype) {
     case DType::kF64: return 8;
-    case DType::kF32: case DType::kI32: return 4;
-    case DType::kBF16: case DType::kF16: return 2;
+    case DType::kF32:
+    case DType::kI32: return 4;
+    case DType::kBF16:
+    case DType::kF16: return 2;
   }
   return 0;
 }
@@ -44,9 +46,9 @@ inline constexpr int kMaxRank = 4;
 struct TensorView {
   void* data = nullptr;
   DType dtype = DType::kF32;
-  int rank = 0;                                  // 0 with data == nullptr means "not given"
-  std::array<std::int64_t, kMaxRank> shape{};    // elements
-  std::array<std::int64_t, kMaxRank> stride{};   // elements, not bytes
+  int rank = 0;                                 // 0 with data == nullptr means "not given"
+  std::array<std::int64_t, kMaxRank> shape{};   // elements
+  std::array<std::int64_t, kMaxRank> stride{};  // elements, not bytes
   Device device{};
 
   // A tensor with zero elements may have a null pointer, so "given" is decided by the rank.
@@ -61,12 +63,18 @@ struct TensorView {
 // A dense row-major view of `data` with the given shape. Constness is dropped: inputs are never written.
 TensorView make_view(const void* data, DType dtype, std::initializer_list<std::int64_t> shape, Device device = {});
 
-template <typename T> inline constexpr DType kDTypeOf = DType::kF32;
-template <> inline constexpr DType kDTypeOf<double> = DType::kF64;
-template <> inline constexpr DType kDTypeOf<float> = DType::kF32;
-template <> inline constexpr DType kDTypeOf<BFloat16> = DType::kBF16;
-template <> inline constexpr DType kDTypeOf<Float16> = DType::kF16;
-template <> inline constexpr DType kDTypeOf<std::int32_t> = DType::kI32;
+template <typename T>
+inline constexpr DType kDTypeOf = DType::kF32;
+template <>
+inline constexpr DType kDTypeOf<double> = DType::kF64;
+template <>
+inline constexpr DType kDTypeOf<float> = DType::kF32;
+template <>
+inline constexpr DType kDTypeOf<BFloat16> = DType::kBF16;
+template <>
+inline constexpr DType kDTypeOf<Float16> = DType::kF16;
+template <>
+inline constexpr DType kDTypeOf<std::int32_t> = DType::kI32;
 
 // Same, the dtype taken from the pointer: make_view(q.data(), {T, Hq, D}).
 template <typename T>

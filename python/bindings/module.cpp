@@ -25,8 +25,15 @@ namespace {
 using ConfigSizes = std::array<std::int32_t, 8>;
 
 MsaConfig config_of(const ConfigSizes& sizes, std::optional<double> softmax_scale, std::optional<double> index_scale = {}) {
-  return {.num_q_heads = sizes[0], .num_kv_heads = sizes[1], .head_dim = sizes[2], .index_dim = sizes[3], .block_size = sizes[4],
-          .top_k = sizes[5], .num_init_blocks = sizes[6], .num_local_blocks = sizes[7], .softmax_scale = softmax_scale,
+  return {.num_q_heads = sizes[0],
+          .num_kv_heads = sizes[1],
+          .head_dim = sizes[2],
+          .index_dim = sizes[3],
+          .block_size = sizes[4],
+          .top_k = sizes[5],
+          .num_init_blocks = sizes[6],
+          .num_local_blocks = sizes[7],
+          .softmax_scale = softmax_scale,
           .index_scale = index_scale};
 }
 
@@ -39,20 +46,20 @@ Backend backend_of(std::string_view name) {
 }
 
 // The tail that every operator takes, in this order, after its tensors.
-#define OPENMSA_CALL_PARAMETERS                                                                                             \
-  nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqlens_k, nb::handle page_table, nb::handle q_start,        \
-      std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, const ConfigSizes &sizes, std::optional<double> softmax_scale,  \
+#define OPENMSA_CALL_PARAMETERS                                                                                            \
+  nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqlens_k, nb::handle page_table, nb::handle q_start,       \
+      std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, const ConfigSizes &sizes, std::optional<double> softmax_scale, \
       std::string_view backend, std::int32_t num_threads, bool trust_indices
-#define OPENMSA_CALL_NAMES                                                                                          \
+#define OPENMSA_CALL_NAMES                                                                                            \
   nb::arg("cu_seqlens_q"), nb::arg("cu_seqlens_k").none(), nb::arg("seqlens_k").none(), nb::arg("page_table").none(), \
       nb::arg("q_start").none(), nb::arg("max_seqlen_q"), nb::arg("max_seqlen_k"), nb::arg("sizes"),                  \
       nb::arg("softmax_scale").none(), nb::arg("backend"), nb::arg("num_threads"), nb::arg("trust_indices")
 // Fills the fields that all args structs share.
-#define OPENMSA_FILL_COMMON(args)                                                                              \
-  (args).config = config_of(sizes, softmax_scale);                                                             \
+#define OPENMSA_FILL_COMMON(args)                                                                                  \
+  (args).config = config_of(sizes, softmax_scale);                                                                 \
   (args).batch = batch_of(cu_seqlens_q, cu_seqlens_k, seqlens_k, page_table, q_start, max_seqlen_q, max_seqlen_k); \
-  (args).options.backend = backend_of(backend);                                                                \
-  (args).options.num_threads = num_threads;                                                                    \
+  (args).options.backend = backend_of(backend);                                                                    \
+  (args).options.num_threads = num_threads;                                                                        \
   (args).options.trust_indices = trust_indices
 
 Batch batch_of(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqlens_k, nb::handle page_table, nb::handle q_start,

@@ -75,8 +75,9 @@ DType dtype_of(nb::handle object, const char* name) {
   const std::string text = dtype_text(dtype);
   const std::optional<DType> result = dtype_from_name(text);
   if (!result) {
-    fail(name, "has dtype " + text + "; known are float32, bfloat16, float16 (float64 with the reference backend) and, for index "
-               "data, int32, in native byte order. Convert it first.");
+    fail(name, "has dtype " + text +
+                   "; known are float32, bfloat16, float16 (float64 with the reference backend) and, for index "
+                   "data, int32, in native byte order. Convert it first.");
   }
   const std::lock_guard lock(mutex);
   if (known->size() < 64 && known->emplace(dtype.ptr(), *result).second) Py_INCREF(dtype.ptr());
@@ -114,7 +115,7 @@ TensorView view_of_torch(nb::handle tensor, const char* name) {
   if (attribute(tensor, names().is_cpu).ptr() != Py_True) {
     if (attribute(tensor, names().is_cuda).ptr() != Py_True) {
       fail(name, "lies on device '" + nb::cast<std::string>(nb::str(nb::getattr(tensor, "device"))) +
-                 "'; move it to the CPU or to a CUDA device.");
+                     "'; move it to the CPU or to a CUDA device.");
     }
     view.device.type = DeviceType::kCuda;
     view.device.index = nb::cast<std::int32_t>(call_method(tensor, names().get_device));
@@ -135,7 +136,7 @@ TensorView view_of_numpy(nb::handle array, const char* name) {
   for (int i = 0; i < view.rank; ++i) {
     if (view.stride[i] % size != 0) {
       fail(name, "has a stride of " + std::to_string(view.stride[i]) + " bytes in axis " + std::to_string(i) +
-                 ", not a multiple of the element size " + std::to_string(size) + ". Pass a copy.");
+                     ", not a multiple of the element size " + std::to_string(size) + ". Pass a copy.");
     }
     view.stride[i] /= size;
   }
@@ -152,8 +153,6 @@ TensorView view_of(nb::handle object, const char* name) {
   fail(name, "is a " + nb::cast<std::string>(nb::inst_name(object)) + "; expected a PyTorch tensor or a NumPy array.");
 }
 
-TensorView optional_view_of(nb::handle object, const char* name) {
-  return object.is_none() ? TensorView{} : view_of(object, name);
-}
+TensorView optional_view_of(nb::handle object, const char* name) { return object.is_none() ? TensorView{} : view_of(object, name); }
 
 }  // namespace openmsa::python

@@ -9,8 +9,9 @@ template <typename T>
 T checked_mul(T a, T b) {
   T result;
   if (__builtin_mul_overflow(a, b, &result)) {
-    throw Error(ErrorCode::kInvalidArgument, "", "size overflow: " + std::to_string(a) + " x " + std::to_string(b) +
-                                                     " does not fit its integer type; use smaller shapes");
+    throw Error(
+        ErrorCode::kInvalidArgument, "",
+        "size overflow: " + std::to_string(a) + " x " + std::to_string(b) + " does not fit its integer type; use smaller shapes");
   }
   return result;
 }
@@ -19,8 +20,9 @@ template <typename T>
 T checked_add(T a, T b) {
   T result;
   if (__builtin_add_overflow(a, b, &result)) {
-    throw Error(ErrorCode::kInvalidArgument, "", "size overflow: " + std::to_string(a) + " + " + std::to_string(b) +
-                                                     " does not fit its integer type; use smaller shapes");
+    throw Error(
+        ErrorCode::kInvalidArgument, "",
+        "size overflow: " + std::to_string(a) + " + " + std::to_string(b) + " does not fit its integer type; use smaller shapes");
   }
   return result;
 }

@@ -10,17 +10,17 @@
 namespace openmsa::core {
 
 struct Geometry {
-  std::int32_t num_seqs = 0;                    // B
-  const std::int32_t* cu_seqlens_q = nullptr;   // [B+1]
-  const std::int32_t* cu_seqlens_k = nullptr;   // [B+1], packed keys; null when paged
-  const std::int32_t* seqlens_k = nullptr;      // [B], paged keys; null when packed
-  const std::int32_t* page_table = nullptr;     // [B, max_pages], paged keys
-  std::int64_t stride_page_table = 0;           // elements from one sequence's row to the next
-  const std::int32_t* q_start = nullptr;        // [B] or null
-  std::int64_t total_q = 0;                     // T
-  std::int64_t max_seqlen_q = 0;                // over the batch, exact on the CPU
+  std::int32_t num_seqs = 0;                   // B
+  const std::int32_t* cu_seqlens_q = nullptr;  // [B+1]
+  const std::int32_t* cu_seqlens_k = nullptr;  // [B+1], packed keys; null when paged
+  const std::int32_t* seqlens_k = nullptr;     // [B], paged keys; null when packed
+  const std::int32_t* page_table = nullptr;    // [B, max_pages], paged keys
+  std::int64_t stride_page_table = 0;          // elements from one sequence's row to the next
+  const std::int32_t* q_start = nullptr;       // [B] or null
+  std::int64_t total_q = 0;                    // T
+  std::int64_t max_seqlen_q = 0;               // over the batch, exact on the CPU
   std::int64_t max_seqlen_k = 0;
-  std::int32_t block_size = 0;                  // Bk
+  std::int32_t block_size = 0;  // Bk
 
   bool paged() const { return page_table != nullptr; }
   std::int64_t query_begin(std::int32_t seq) const { return cu_seqlens_q[seq]; }
@@ -41,7 +41,8 @@ struct Geometry {
   std::int32_t seq_of_token(std::int64_t t) const {
     return static_cast<std::int32_t>(std::upper_bound(cu_seqlens_q, cu_seqlens_q + num_seqs + 1, t,
                                                       [](std::int64_t a, std::int32_t b) { return a < b; }) -
-                                     cu_seqlens_q) - 1;
+                                     cu_seqlens_q) -
+           1;
   }
 };
 
@@ -49,9 +50,9 @@ struct Geometry {
 struct KeyBlocks {
   const std::byte* data = nullptr;
   DType dtype = DType::kF32;
-  std::int64_t stride_page = 0;  // bytes; paged only
-  std::int64_t stride_token = 0; // bytes from one key token to the next inside a block
-  std::int64_t stride_head = 0;  // bytes; 0 for the shared index key head
+  std::int64_t stride_page = 0;   // bytes; paged only
+  std::int64_t stride_token = 0;  // bytes from one key token to the next inside a block
+  std::int64_t stride_head = 0;   // bytes; 0 for the shared index key head
 
   // view: [S, Hkv, D] or [S, Di] packed; [num_pages, Hkv, Bk, D] or [num_pages, Bk, Di] paged.
   static KeyBlocks of(const TensorView& view, bool paged) {

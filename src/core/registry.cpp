@@ -33,10 +33,8 @@ struct Field {
   std::int32_t Request::*value;
 };
 constexpr Field kFields[] = {
-    {"head_dim", &Limits::head_dim, &Request::head_dim},
-    {"index_dim", &Limits::index_dim, &Request::index_dim},
-    {"block_size", &Limits::block_size, &Request::block_size},
-    {"top_k", &Limits::top_k, &Request::top_k},
+    {"head_dim", &Limits::head_dim, &Request::head_dim},       {"index_dim", &Limits::index_dim, &Request::index_dim},
+    {"block_size", &Limits::block_size, &Request::block_size}, {"top_k", &Limits::top_k, &Request::top_k},
     {"group_size", &Limits::group_size, &Request::group_size},
 };
 

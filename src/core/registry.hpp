@@ -19,9 +19,7 @@ inline constexpr std::uint32_t kStorageDTypes = dtype_bit(DType::kF32) | dtype_b
 
 struct Range {
   std::int32_t min = 1, max = 0, step = 1;  // values min, min+step, ..., max; max 0: no upper bound
-  bool contains(std::int64_t value) const {
-    return value >= min && (max == 0 || value <= max) && (value - min) % step == 0;
-  }
+  bool contains(std::int64_t value) const { return value >= min && (max == 0 || value <= max) && (value - min) % step == 0; }
 };
 
 // What a kernel can do. A field that a stage does not use is left at its default (anything).
@@ -39,7 +37,7 @@ struct Request {
 template <typename Params>
 struct Kernel {
   Backend backend;
-  const char* name;           // "cpu_score"
+  const char* name;  // "cpu_score"
   Limits limits;
   void (*run)(const Params&);
   // Takes from params.context.arena exactly what run() takes, touching nothing else. Null: no scratch.
@@ -47,12 +45,18 @@ struct Kernel {
 };
 
 // All kernels of a stage, fastest first within a backend. Defined in registry.cpp, one table per stage.
-template <typename Params> const std::vector<Kernel<Params>>& kernels();
-template <> const std::vector<Kernel<BlockScoresParams>>& kernels();
-template <> const std::vector<Kernel<SelectBlocksParams>>& kernels();
-template <> const std::vector<Kernel<IndexSelectParams>>& kernels();
-template <> const std::vector<Kernel<SparseAttentionParams>>& kernels();  // prefill
-template <> const std::vector<Kernel<DenseAttentionParams>>& kernels();
+template <typename Params>
+const std::vector<Kernel<Params>>& kernels();
+template <>
+const std::vector<Kernel<BlockScoresParams>>& kernels();
+template <>
+const std::vector<Kernel<SelectBlocksParams>>& kernels();
+template <>
+const std::vector<Kernel<IndexSelectParams>>& kernels();
+template <>
+const std::vector<Kernel<SparseAttentionParams>>& kernels();  // prefill
+template <>
+const std::vector<Kernel<DenseAttentionParams>>& kernels();
 const std::vector<Kernel<SparseAttentionParams>>& decode_kernels();
 
 // Empty if the limits cover the request, else the first rule broken: "head_dim 72 is not in 16..256 step 16".

@@ -31,8 +31,8 @@ TensorView make_view(const void* data, DType dtype, std::initializer_list<std::i
   std::int64_t stride = 1;
   for (int i = view.rank - 1; i >= 0; --i) {
     if (view.shape[i] < 0) {
-      throw Error(ErrorCode::kInvalidArgument, "shape", "axis " + std::to_string(i) + " has length " +
-                                                            std::to_string(view.shape[i]) + "; lengths are 0 or more");
+      throw Error(ErrorCode::kInvalidArgument, "shape",
+                  "axis " + std::to_string(i) + " has length " + std::to_string(view.shape[i]) + "; lengths are 0 or more");
     }
     view.stride[i] = stride;
     stride = core::checked_mul(stride, std::max<std::int64_t>(view.shape[i], 1));

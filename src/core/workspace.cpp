@@ -9,7 +9,7 @@
 namespace openmsa {
 
 Workspace::Workspace(std::size_t bytes)
-    : data_(bytes > 0 ? ::operator new(bytes, std::align_val_t{kAlignment}) : nullptr), bytes_(bytes), owns_(true) {}
+    : data_(bytes > 0 ? ::operator new (bytes, std::align_val_t{kAlignment}) : nullptr), bytes_(bytes), owns_(true) {}
 
 Workspace::Workspace(void* data, std::size_t bytes, Device device) : data_(data), bytes_(bytes), device_(device) {
   if (reinterpret_cast<std::uintptr_t>(data) % kAlignment != 0) {
@@ -33,7 +33,7 @@ Workspace& Workspace::operator=(Workspace&& other) noexcept {
 }
 
 Workspace::~Workspace() {
-  if (owns_ && data_ != nullptr) ::operator delete(data_, std::align_val_t{kAlignment});
+  if (owns_ && data_ != nullptr) ::operator delete (data_, std::align_val_t{kAlignment});
 }
 
 const char* backend_name(Backend backend) {
