@@ -40,8 +40,8 @@ void select_query(const MsaConfig& config, std::int32_t block_size, const Query&
 }
 
 double* take_scores(const core::IndexSelectParams& params) {
-  return params.context.arena->take<double>(core::checked_mul<std::size_t>(
-      static_cast<std::size_t>(params.context.num_threads), static_cast<std::size_t>(params.geo.max_num_blocks())));
+  return params.context.arena->take<double>(core::checked_mul<std::size_t>(static_cast<std::size_t>(params.context.num_threads),
+                                                                           static_cast<std::size_t>(params.geo.max_num_blocks())));
 }
 
 }  // namespace

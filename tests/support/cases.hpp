@@ -14,7 +14,7 @@ class PerDType : public testing::TestWithParam<DType> {};
 
 inline std::string dtype_param_name(const testing::TestParamInfo<DType>& info) { return dtype_name(info.param); }
 
-#define OPENMSA_FOR_EACH_STORAGE_DTYPE(suite)                                                                           \
+#define OPENMSA_FOR_EACH_STORAGE_DTYPE(suite) \
   INSTANTIATE_TEST_SUITE_P(Storage, suite, testing::Values(DType::kF32, DType::kBF16, DType::kF16), dtype_param_name)
 
 inline constexpr std::int32_t kDims[] = {16, 32, 48, 64, 80, 96, 128, 192, 256};
@@ -27,7 +27,8 @@ inline Problem random_problem(std::uint64_t seed, DType dtype, Values values = V
   Rng rng(seed);
   const MsaConfig config = random_config(rng);
   const std::int64_t cost_per_pair = std::int64_t{config.num_q_heads} * config.head_dim;
-  return Problem(config, random_layout(rng, std::clamp<std::int64_t>(20'000'000 / cost_per_pair, 3000, 40'000)), dtype, rng, values);
+  return Problem(config, random_layout(rng, std::clamp<std::int64_t>(20'000'000 / cost_per_pair, 3000, 40'000)), dtype, rng,
+                 values);
 }
 
 inline std::string describe(const Problem& problem) {

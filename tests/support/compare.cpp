@@ -85,8 +85,7 @@ AssertionResult selection_right(const Problem& problem, const Tensor& block_ids,
       double worst_chosen = INFINITY, best_left = -INFINITY;
       std::int64_t worst_chosen_id = -1, best_left_id = -1;
       for (std::int64_t b = 0; b < query.num_visible_blocks; ++b) {
-        const bool forced =
-            b < config.num_init_blocks || (b > query.own_block - config.num_local_blocks && b <= query.own_block);
+        const bool forced = b < config.num_init_blocks || (b > query.own_block - config.num_local_blocks && b <= query.own_block);
         // NaN ranks last of all; nothing here tells it from -inf, which the tests of ties and NaNs do.
         const double raw = oracle_scores(t, g, b);
         const double score = std::isnan(raw) ? -INFINITY : raw;
@@ -121,13 +120,14 @@ AssertionResult attention_right(const Problem& problem, const Attention& result,
       if (!close(found, exact, 0.0)) return AssertionFailure() << "out element " << i << " is " << found << ", fp64 has " << exact;
       continue;
     }
-    if (const double e = std::abs(plain[static_cast<std::size_t>(i)] - exact); std::isfinite(e)) plain_error = std::max(plain_error, e);
+    if (const double e = std::abs(plain[static_cast<std::size_t>(i)] - exact); std::isfinite(e))
+      plain_error = std::max(plain_error, e);
     const double e = std::abs(found - exact);
     if (e > error) error = e, worst = i;
   }
   if (!(error <= 2 * plain_error + absolute)) {
-    return AssertionFailure() << "out element " << worst << " is " << result.out.get(worst) << ", fp64 has " << oracle.out.get(worst)
-                              << ": error " << error << ", plain computation's " << plain_error;
+    return AssertionFailure() << "out element " << worst << " is " << result.out.get(worst) << ", fp64 has "
+                              << oracle.out.get(worst) << ": error " << error << ", plain computation's " << plain_error;
   }
   for (std::int64_t i = 0; i < result.lse.numel(); ++i) {
     if (!close(result.lse.get(i), oracle.lse.get(i), 1e-3)) {
@@ -144,8 +144,7 @@ AssertionResult attention_right(const Problem& problem, const Attention& result,
 }
 
 AssertionResult attention_right(const Problem& problem, const Attention& result, const Tensor* block_ids) {
-  const Attention oracle =
-      block_ids != nullptr ? oracle_sparse_attention(problem, *block_ids) : oracle_dense_attention(problem);
+  const Attention oracle = block_ids != nullptr ? oracle_sparse_attention(problem, *block_ids) : oracle_dense_attention(problem);
   const AssertionResult right = attention_right(problem, result, oracle, plain_attention(problem, block_ids));
   if (!right || block_ids != nullptr || !result.block_max.given()) return right;
   return block_max_right(problem, result.block_max, oracle.block_max);

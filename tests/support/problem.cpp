@@ -71,8 +71,8 @@ Layout random_layout(Rng& rng, std::int64_t max_pairs) {
     std::int64_t seqlen_q = pick<std::int64_t>(rng, {0, 1, 1, 2, 4, 5, 17, 64, seqlen_k, seqlen_k, seqlen_k + 3});
     seqlen_q = std::min(seqlen_q, max_pairs / num_seqs / std::max<std::int64_t>(seqlen_k, 1));
     const std::int64_t default_start = seqlen_k - seqlen_q;
-    const std::int64_t start = pick<std::int64_t>(
-        rng, {default_start, 0, -3, -seqlen_q, seqlen_k - 1, seqlen_k + 300, uniform(rng, 0, seqlen_k)});
+    const std::int64_t start =
+        pick<std::int64_t>(rng, {default_start, 0, -3, -seqlen_q, seqlen_k - 1, seqlen_k + 300, uniform(rng, 0, seqlen_k)});
     layout.seqlens_k.push_back(static_cast<std::int32_t>(seqlen_k));
     layout.seqlens_q.push_back(static_cast<std::int32_t>(seqlen_q));
     if (given_starts) layout.q_start.push_back(static_cast<std::int32_t>(start));
@@ -282,10 +282,9 @@ MsaConfig random_config(Rng& rng) {
   const auto top_k = pick<std::int32_t>(rng, {1, 4, 8, 16, 32, 64});
   const auto num_local = static_cast<std::int32_t>(uniform(rng, 0, std::min(top_k, 3)));
   const auto num_init = static_cast<std::int32_t>(uniform(rng, 0, std::min(top_k - num_local, 2)));
-  MsaConfig config = make_config(pick(rng, {1, 2, 3, 4}), pick(rng, {1, 2, 3, 4, 5, 6, 7, 8, 16}),
-                                 pick(rng, {16, 32, 48, 64, 80, 96, 128, 192, 256}),
-                                 pick(rng, {16, 32, 48, 64, 80, 96, 128, 192, 256}), pick(rng, {16, 32, 48, 64, 128, 256}), top_k,
-                                 num_init, num_local);
+  MsaConfig config = make_config(
+      pick(rng, {1, 2, 3, 4}), pick(rng, {1, 2, 3, 4, 5, 6, 7, 8, 16}), pick(rng, {16, 32, 48, 64, 80, 96, 128, 192, 256}),
+      pick(rng, {16, 32, 48, 64, 80, 96, 128, 192, 256}), pick(rng, {16, 32, 48, 64, 128, 256}), top_k, num_init, num_local);
   if (uniform(rng, 0, 3) == 0) config.softmax_scale = 0.5 / std::sqrt(config.head_dim);
   return config;
 }

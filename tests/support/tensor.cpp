@@ -62,9 +62,7 @@ std::byte* Tensor::row_data(std::int64_t row) const {
   return static_cast<std::byte*>(view_.data) + offset * dtype_bytes(view_.dtype);
 }
 
-double Tensor::get(std::int64_t i) const {
-  return load(row_data(i / row_size()), dtype(), i % row_size());
-}
+double Tensor::get(std::int64_t i) const { return load(row_data(i / row_size()), dtype(), i % row_size()); }
 
 void Tensor::set(std::int64_t i, double value) { store(row_data(i / row_size()), dtype(), i % row_size(), value); }
 

@@ -50,7 +50,7 @@ void check_every_border(std::uint32_t infinity_bits, int exponent_bits, int mant
   for (std::uint32_t bits = 0; bits < infinity_bits; ++bits) {
     const double low = decode(bits, exponent_bits, mantissa_bits);
     // The value one step above the largest finite one decides what rounds to infinity.
-    const double step = bits == 0 ? decode(1, exponent_bits, mantissa_bits)
+    const double step = bits == 0                   ? decode(1, exponent_bits, mantissa_bits)
                         : bits + 1 == infinity_bits ? low - decode(bits - 1, exponent_bits, mantissa_bits)
                                                     : decode(bits + 1, exponent_bits, mantissa_bits) - low;
     const auto middle = static_cast<float>(low + step / 2);

@@ -62,7 +62,8 @@ TEST(Registry, ListKernelsShowsEveryRow) {
     EXPECT_NE(kernel.supports.find("float32"), std::string::npos) << kernel.name << ": " << kernel.supports;
     rows.insert({kernel.stage, kernel.backend});
   }
-  for (const char* stage : {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "dense_attention"}) {
+  for (const char* stage :
+       {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "dense_attention"}) {
     for (const Backend backend : {Backend::kCpu, Backend::kReference}) {
       EXPECT_TRUE(rows.count({stage, backend})) << stage << " " << backend_name(backend);
     }

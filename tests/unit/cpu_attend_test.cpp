@@ -77,7 +77,8 @@ TEST_P(CpuAttend, LengthsAroundBlocks) {
   for (const std::int32_t seqlen_k : {1, 127, 128, 129, 2047, 2048, 2049, 2175}) {
     for (const std::int32_t seqlen_q : {1, 4, 33}) {
       if (seqlen_q > seqlen_k) continue;
-      expect_both_right(Problem(make_config(2, 4, 64, 16, 128, 16), single(seqlen_q, seqlen_k, seqlen_q == 4), GetParam(), rng), rng);
+      expect_both_right(Problem(make_config(2, 4, 64, 16, 128, 16), single(seqlen_q, seqlen_k, seqlen_q == 4), GetParam(), rng),
+                        rng);
     }
   }
 }
@@ -169,7 +170,8 @@ TEST_P(CpuAttend, TheFutureDoesNotLeak) {
       for (std::int64_t row = 0; row < 100 * 8; ++row) {
         if (row / 8 < 70) {
           ASSERT_EQ(before.lse.get(row), after.lse.get(row)) << "row " << row;
-          for (std::int64_t d = 0; d < 48; ++d) ASSERT_EQ(before.out.get(row * 48 + d), after.out.get(row * 48 + d)) << "row " << row;
+          for (std::int64_t d = 0; d < 48; ++d)
+            ASSERT_EQ(before.out.get(row * 48 + d), after.out.get(row * 48 + d)) << "row " << row;
         }
       }
       ASSERT_TRUE(std::isnan(after.out(99, 0, 0))) << "the last row sees itself";

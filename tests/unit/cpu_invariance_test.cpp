@@ -89,8 +89,8 @@ TEST_P(CpuInvariance, ChunkedPrefillEqualsOnePass) {
   Rng rng(2);
   for (const std::int64_t chunk_size : {1, 4, 17, 64, 100}) {
     const std::int32_t seqlen_q = chunk_size < 5 ? 24 : 230;
-    expect_chunks_equal_one_pass(Problem(make_config(2, 4, 48, 80, 32, 4), single(seqlen_q, 400, chunk_size == 17), GetParam(), rng),
-                                 chunk_size);
+    expect_chunks_equal_one_pass(
+        Problem(make_config(2, 4, 48, 80, 32, 4), single(seqlen_q, 400, chunk_size == 17), GetParam(), rng), chunk_size);
   }
   Layout layout;
   layout.seqlens_q = {40, 3, 0, 65};

@@ -34,8 +34,8 @@ Tensor make_scores(const Problem& problem, Scores kind, Rng& rng) {
   return scores;
 }
 
-constexpr Scores kAllKinds[] = {Scores::kNormal, Scores::kFewValues, Scores::kManyNaNs, Scores::kAllNaN, Scores::kRising,
-                                Scores::kFalling};
+constexpr Scores kAllKinds[] = {Scores::kNormal, Scores::kFewValues, Scores::kManyNaNs,
+                                Scores::kAllNaN, Scores::kRising,    Scores::kFalling};
 
 void expect_equal_lists(const Problem& problem, const Tensor& scores) {
   SCOPED_TRACE(describe(problem));

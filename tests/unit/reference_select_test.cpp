@@ -102,8 +102,7 @@ TEST(ReferenceSelect, MatchesRepeatedArgmax) {
       for (std::int64_t g = 0; g < config.num_kv_heads; ++g) {
         std::vector<double> left;
         for (std::int64_t b = 0; b < query.num_visible_blocks; ++b) {
-          const bool forced = b < config.num_init_blocks ||
-                              (b <= query.own_block && b > query.own_block - config.num_local_blocks);
+          const bool forced = b < config.num_init_blocks || (b <= query.own_block && b > query.own_block - config.num_local_blocks);
           left.push_back(forced ? INFINITY : scores(t, g, b));
         }
         std::vector<bool> chosen(left.size(), false);
