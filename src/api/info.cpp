@@ -23,7 +23,7 @@ std::vector<BackendInfo> list_backends() {
   const std::int32_t threads = core::hardware_threads();
   const cuda::DeviceStatus gpu = cuda::device_status();
   return {
-      {Backend::kReference, true, true, "float64, plain loops, one thread; the oracle"},
+      {Backend::kReference, true, true, "float64, plain loops; the oracle"},
       {Backend::kCpu, true, true,
        "SIMD target " + cpu::simd_target() + ", " + std::to_string(threads) + (threads == 1 ? " thread" : " threads")},
       {Backend::kCuda, gpu.compiled, gpu.available, gpu.detail},
