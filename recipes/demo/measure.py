@@ -15,7 +15,7 @@ from openmsa import hf
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _CALIBRATION_TOKENS = 2048
-_DECODE_STEPS = 12
+DECODE_STEPS = 12
 _MAX_ANSWER_TOKENS = 20
 _LOGIT_ROWS = 1000  # rows of logits held at once: 49,152 floats each
 
@@ -98,7 +98,7 @@ class Reader:
         result = {}
         for dtype, model in self.models.items():
             cache, token, seconds = cast_cache(reading.cache, dtype), self._first_token(reading), []
-            for _ in range(_DECODE_STEPS):
+            for _ in range(DECODE_STEPS):
                 start = time.perf_counter()
                 token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
                 seconds.append(time.perf_counter() - start)
