@@ -31,7 +31,8 @@ int num_multiprocessors();  // of the current device
 // `dependent`: may start while the kernel before it is still finishing; it then calls griddepcontrol.wait itself.
 template <typename... Args>
 void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_bytes, void* stream, bool dependent, Args... args) {
-  if (smem_bytes > 48 * 1024) {
+  constexpr std::size_t kDefaultSmemBytes = std::size_t{48} << 10;  // more has to be asked for
+  if (smem_bytes > kDefaultSmemBytes) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)),
           "cudaFuncSetAttribute");
   }
