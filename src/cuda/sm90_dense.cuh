@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     std::uint32_t p[kBlock / 16][4];
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f}, rescale[2];
 #pragma unroll
-    for (int i = 0; i < Traits::kHeadDim / 2; ++i) out[i] = 0.f;
+    for (int j = 0; j < Traits::kHeadDim / 2; ++j) out[j] = 0.f;
 
     auto issue_qk = [&](int s) {
       const std::uint32_t q = ptx::smem_address(smem_q) + consumer * 64 * 128;
