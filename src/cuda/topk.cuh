@@ -147,19 +147,6 @@ struct WarpTopK {
     }
   }
 
-  // Adds keys from elsewhere in shared memory.
-  __device__ __forceinline__ void add_keys(const std::uint64_t* list, int list_count, int k) {
-    const int lane = threadIdx.x % 32;
-    for (int first = 0; first < list_count;) {
-      const int room = min(kCapacity - count, list_count - first);
-      for (int i = lane; i < room; i += 32) keys[count + i] = list[first + i];
-      __syncwarp();
-      count += room;
-      first += room;
-      shrink(k);
-    }
-  }
-
   // Writes the ids in ascending order, -1 in the tail.
   __device__ __forceinline__ void store(std::int32_t* ids, int k) {
     const int lane = threadIdx.x % 32;

@@ -237,7 +237,8 @@ def test_graph_replay_with_changed_contents():
             target.copy_(source)
         for target, source in zip((k, v, k_idx), (other[1], other[2], other[4])):
             target.fill_(float("nan"))
-            target[: source.shape[0]].copy_(source) if source.shape[0] <= target.shape[0] else pytest.skip("pool too small")
+            assert source.shape[0] <= target.shape[0]  # the captured pool is the largest
+            target[: source.shape[0]].copy_(source)
         batch.seqlens_k.copy_(other[5].seqlens_k)
         width = min(batch.page_table.shape[1], other[5].page_table.shape[1])
         batch.page_table.fill_(-1)

@@ -7,18 +7,7 @@
 
 namespace openmsa::cuda::ptx {
 
-__device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// Loads the box at element coordinates (x innermost, y) of a 2-D map.
-__device__ inline void tma_load_2d(void* smem, const CUtensorMap* map, std::uint64_t* barrier, std::int32_t x, std::int32_t y) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-                   smem_address(smem)),
-               "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y)
-               : "memory");
-}
-
+// Loads the box at the given element coordinates, x innermost.
 __device__ inline void tma_load_3d(void* smem, const CUtensorMap* map, std::uint64_t* barrier, std::int32_t x, std::int32_t y,
                                    std::int32_t z) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
