@@ -26,19 +26,19 @@ from .ops import (
 )
 
 if _TYPE_CHECKING:
-    from . import hf, nn
+    from . import compat, hf, nn
     from .cache import CacheStep, PagedKvCache
 
 __version__ = _version()
 
 __all__ = [
     "BackendInfo", "Batch", "CacheStep", "DeviceError", "Error", "InvalidArgumentError", "KernelInfo", "MsaConfig",
-    "OutOfPagesError", "OutOfWorkspaceError", "PagedKvCache", "UnsupportedError", "block_scores", "dense_attention", "errors",
-    "hf", "index_select", "list_backends", "list_kernels", "msa_attention", "nn", "select_blocks", "sparse_attention",
+    "OutOfPagesError", "OutOfWorkspaceError", "PagedKvCache", "UnsupportedError", "block_scores", "compat", "dense_attention",
+    "errors", "hf", "index_select", "list_backends", "list_kernels", "msa_attention", "nn", "select_blocks", "sparse_attention",
     "sparse_decode", "synchronize",
 ]  # fmt: skip
 
-_LAZY_MODULES = {"nn": "nn", "hf": "hf", "PagedKvCache": "cache", "CacheStep": "cache"}
+_LAZY_MODULES = {"nn": "nn", "hf": "hf", "compat": "compat", "PagedKvCache": "cache", "CacheStep": "cache"}
 
 
 def __getattr__(name: str):
