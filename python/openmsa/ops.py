@@ -25,10 +25,17 @@ from .errors import InvalidArgumentError, UnsupportedError
 # cores, cold caches): decode 0.36 against 0.43 ms at 1 token, even at 2, 1.2 against 1.0 at 4, 2.2 against 1.6 at 8. Up to 4 it
 # is taken all the same, so that a speculative step gives bit for bit what single steps give.
 MAX_DECODE_QUERIES = 4
+# The same on a GPU, whose decode kernels are made for speculative steps of up to 16 tokens.
+MAX_DECODE_QUERIES_CUDA = 16
 
 Array = TypeVar("Array")  # torch.Tensor or numpy.ndarray: what comes out is of the kind that went in
 
 _torch_ops: Any = None
+
+
+def max_decode_queries(q: Any) -> int:
+    """Up to how many query tokens per sequence the decode path is the better one, for queries on this device."""
+    return MAX_DECODE_QUERIES_CUDA if getattr(q, "is_cuda", False) else MAX_DECODE_QUERIES
 
 
 def load_torch_ops() -> Any:
@@ -191,7 +198,7 @@ def msa_attention(
         config = _config_from_shapes(q, k, q_idx)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
     block_ids = family.index_select(q_idx, k_idx, *call)
-    attend = family.sparse_decode if batch.max_seqlen_q <= MAX_DECODE_QUERIES else family.sparse_attention
+    attend = family.sparse_decode if batch.max_seqlen_q <= max_decode_queries(q) else family.sparse_attention
     # The lists come from index_select, but page ids are still the caller's, so they are checked again unless trusted.
     out, lse = attend(q, k, v, block_ids, *call)
     extras = ((lse,) if return_lse else ()) + ((block_ids,) if return_block_ids else ())

@@ -10,7 +10,7 @@ import torch
 
 import openmsa
 from openmsa import quality
-from openmsa.ops import MAX_DECODE_QUERIES
+from openmsa.ops import max_decode_queries
 
 from .cache import MsaCacheLayer
 from .plan import StepPlan
@@ -94,7 +94,7 @@ def run_sparse(
     keys = _store(plan, config, cache_layer, k, v, k_idx)
     q, q_idx = plan.pack_queries(q), plan.pack_queries(q_idx)
     block_ids = _select(q_idx, keys.k_idx, keys.batch, config, num_slots, runtime.backend)
-    attend = openmsa.sparse_decode if keys.batch.max_seqlen_q <= MAX_DECODE_QUERIES else openmsa.sparse_attention
+    attend = openmsa.sparse_decode if keys.batch.max_seqlen_q <= max_decode_queries(q) else openmsa.sparse_attention
     out = attend(q, keys.k, keys.v, block_ids, keys.batch, config, backend=runtime.backend)
     stats = runtime.stats[layer_idx]
     stats.calls += 1
