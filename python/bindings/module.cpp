@@ -10,7 +10,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "core/registry.hpp"
 #include "cpu/cpu.hpp"
 #include "openmsa/openmsa.hpp"
 #include "views.hpp"
@@ -183,6 +185,39 @@ nb::list py_list_kernels() {
   return rows;
 }
 
+// The first kernel of the backend decides: there is one per stage, and where there were more the fastest would be first.
+template <typename Params>
+std::string why_no_kernel(const std::vector<core::Kernel<Params>>& kernels, Backend backend, const core::Request& request) {
+  std::string reason = "there is none in this build";
+  for (const core::Kernel<Params>& kernel : kernels) {
+    if (kernel.backend != backend) continue;
+    reason = core::why_unsupported(kernel.limits, request);
+    if (reason.empty()) break;
+  }
+  return reason;
+}
+
+// For choosing a device before there are tensors. A config without an index branch stands for a dense layer.
+std::string py_why_unsupported(std::string_view backend_text, std::string_view dtype_text, const ConfigSizes& sizes) {
+  const MsaConfig config = config_of(sizes, std::nullopt);
+  const Backend backend = backend_of(backend_text);
+  core::Request request{.head_dim = config.head_dim, .block_size = config.block_size, .group_size = config.group_size()};
+  bool is_known = false;
+  for (const DType dtype : {DType::kF64, DType::kF32, DType::kBF16, DType::kF16}) {
+    if (dtype_text != dtype_name(dtype)) continue;
+    request.dtype = dtype;
+    is_known = true;
+  }
+  if (!is_known) return "dtype " + std::string(dtype_text) + " is not one that any kernel takes";
+  if (config.index_dim == 0) return why_no_kernel(core::kernels<core::DenseAttentionParams>(), backend, request);
+  request.top_k = config.top_k;
+  std::string reason = why_no_kernel(core::kernels<core::SparseAttentionParams>(), backend, request);
+  if (!reason.empty()) return reason;
+  request.head_dim = request.group_size = 0;
+  request.index_dim = config.index_dim;
+  return why_no_kernel(core::kernels<core::IndexSelectParams>(), backend, request);
+}
+
 // openmsa::Error becomes the exception class of openmsa.errors that stands for its code.
 void translate_error(const std::exception_ptr& pointer, void*) {
   try {
@@ -219,6 +254,8 @@ NB_MODULE(_core, module) {
         synchronize({DeviceType::kCuda, device}, reinterpret_cast<void*>(stream));
       },
       "device"_a, "stream"_a);
+  module.def("why_unsupported", &py_why_unsupported, "backend"_a, "dtype"_a, "sizes"_a,
+             "Which limit of the backend's kernels a layer of these sizes breaks; empty if none.");
   module.def("simd_target", &cpu::simd_target);
   module.def("limit_simd_target", &cpu::limit_simd_target, "name"_a, "'avx2' or 'best'; for `openmsa bench` and tests.");
   module.def(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import _core
+from .config import MsaConfig
 
 
 class BackendInfo(NamedTuple):
@@ -41,6 +42,14 @@ def synchronize(device: Any = "cuda") -> None:
     device = torch.device(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     _core.synchronize(index, torch.cuda.current_stream(index).cuda_stream)
+
+
+def why_unsupported(backend: str, dtype: str, config: MsaConfig) -> str:
+    """Which limit of the backend's kernels a layer of these sizes and dtype ("bfloat16") breaks; empty if it can run there.
+
+    A config with ``index_dim`` 0 stands for a dense layer. Says nothing about whether the backend is available on this machine.
+    """
+    return _core.why_unsupported(backend, dtype, config._sizes)
 
 
 def list_backends() -> list[BackendInfo]:

@@ -28,7 +28,8 @@ const core::Kernel<Params>* find_kernel(const std::vector<core::Kernel<Params>>&
   refuse("options.backend",
          std::string("is ") + backend_name(asked) + ", and no " + stage + " kernel of the " + backend_name(backend) +
              " backend takes this call: " + (why_not.empty() ? "there is none" : why_not) +
-             ". Change the sizes, or use the reference backend (any size, slow).",
+             (backend == Backend::kCuda ? ". Change the dtype or the sizes, or move the tensors to the CPU."
+                                        : ". Change the sizes, or use the reference backend (any size, slow)."),
          ErrorCode::kUnsupported);
 }
 
