@@ -29,6 +29,16 @@ def _host_max(values: Any, *, cumulative: bool) -> int:
     return max(int(lengths.max()), 0)
 
 
+def to_device(host: "torch.Tensor", device: Any) -> "torch.Tensor":
+    """``host`` on ``device``. Towards a GPU it goes through pinned memory, so that nothing waits for work queued before it."""
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda" or host.is_cuda or torch.compiler.is_compiling():
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 class Batch:
     """A packed, variable-length batch. Make it once per step and pass it to every layer.
 
@@ -123,7 +133,19 @@ class Batch:
     @classmethod
     def single(cls, seqlen_q: int, seqlen_k: int | None = None, *, device: Any = None) -> "Batch":
         """One sequence: ``seqlen_q`` queries at the end of ``seqlen_k`` keys."""
-        return cls.packed([seqlen_q], [seqlen_q if seqlen_k is None else seqlen_k], device=device)
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        return cls.packed([seqlen_q], [seqlen_k]) if device is None else cls._uniform(1, seqlen_q, seqlen_k, device)
+
+    @classmethod
+    def _uniform(cls, num_seqs: int, seqlen_q: int, seqlen_k: int, device: Any) -> "Batch":
+        """Packed sequences of equal lengths, counted out on the device: nothing is copied, so a CUDA graph may hold it."""
+        import torch
+
+        steps = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        return cls(
+            cu_seqlens_q=steps * seqlen_q, cu_seqlens_k=steps * seqlen_k,
+            max_seqlen_q=seqlen_q if num_seqs else 0, max_seqlen_k=seqlen_k if num_seqs else 0,
+        )  # fmt: skip
 
     @property
     def is_paged(self) -> bool:
@@ -140,7 +162,7 @@ class Batch:
         fields = {}
         for name in _FIELDS:
             value = getattr(self, name)
-            fields[name] = None if value is None else torch.as_tensor(value).to(device)
+            fields[name] = None if value is None else to_device(torch.as_tensor(value), device)
         return Batch(**fields, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)
 
     def positions(self, total_q: int | None = None) -> "torch.Tensor":

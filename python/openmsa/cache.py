@@ -11,7 +11,8 @@ import torch
 
 from .batch import Batch
 from .config import MsaConfig
-from .errors import InvalidArgumentError, OutOfPagesError
+from .errors import InvalidArgumentError, OutOfPagesError, UnsupportedError
+from .info import why_unsupported
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,6 +35,8 @@ class CacheStep:
     """int64 [T]: its place in that page."""
     positions: torch.Tensor
     """int64 [T]: its position in its sequence."""
+    _memory: torch.Tensor
+    """What all the tensors above are views of: one copy to the device per step."""
 
     def write(self, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor, layer: int = 0) -> None:
         """Stores the step's keys and values [T, Hkv, D] and index keys [T, Di] of one layer."""
@@ -43,6 +46,36 @@ class CacheStep:
     def keys(self, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The layer's pages (k, v, k_idx), as the operators take them together with ``batch``."""
         return self.cache.k[layer], self.cache.v[layer], self.cache.k_idx[layer]
+
+
+_ALIGNMENT = 16  # bytes, of each array in a step's memory
+
+
+def _upload(
+    arrays: Sequence[np.ndarray], device: torch.device, memory: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The arrays on the device, in one copy that waits for nothing: (memory, views of it). A given ``memory`` is overwritten."""
+    offsets = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]).tolist()
+    with torch.inference_mode(False):  # a step made under inference mode may be refilled outside it
+        host = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        for array, first in zip(arrays, offsets):
+            host.numpy()[first : first + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+        if memory is None:
+            memory = host.to(device, non_blocking=True)
+        else:
+            memory.copy_(host, non_blocking=True)
+    views = []
+    for array, first in zip(arrays, offsets):
+        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
+        views.append(memory[first : first + array.nbytes].view(dtype).view(array.shape))
+    return memory, views
+
+
+def _paged_batch(fields: list[torch.Tensor], max_seqlen_q: int, max_seqlen_k: int) -> Batch:
+    cu_seqlens_q, seqlens_k, page_table = fields
+    return Batch(
+        cu_seqlens_q=cu_seqlens_q, seqlens_k=seqlens_k, page_table=page_table, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+    )
 
 
 class PagedKvCache:
@@ -56,6 +89,15 @@ class PagedKvCache:
     >>> for layer in range(60):
     ...     step.write(k, v, k_idx, layer)                       # [701, Hkv, D] twice, [701, Di]
     ...     out = openmsa.msa_attention(q, *step.keys(layer)[:2], q_idx, step.keys(layer)[2], step.batch, config)
+
+    On a GPU no call here waits for the device, unless its text says so. A CUDA graph holds a step that is made once, with room to
+    grow, and refilled before each replay (on the stream of the replay):
+
+    >>> step = cache.extend(chats, [1] * len(chats), max_seqlen=32768)
+    >>> with torch.cuda.graph(graph):
+    ...     out = model(hidden, step)
+    >>> step = cache.extend(chats, [1] * len(chats), into=step)
+    >>> graph.replay()
 
     :ivar k: [num_layers, num_pages, Hkv, Bk, D]; v alike
     :ivar k_idx: [num_layers, num_pages, Bk, Di]
@@ -72,6 +114,15 @@ class PagedKvCache:
             raise InvalidArgumentError(
                 f"num_pages is {num_pages} and num_layers is {num_layers}; both must be at least 1.", "num_pages"
             )
+        if torch.device(device).type == "cuda":
+            dtype = torch.get_default_dtype() if dtype is None else dtype
+            reason = why_unsupported("cuda", str(dtype).removeprefix("torch."), config)
+            if reason:
+                raise UnsupportedError(
+                    f"device is {device}, and the GPU kernels could not read this cache: {reason}. Pass dtype=torch.bfloat16 and sizes "
+                    "that `openmsa info` lists, or keep the cache on the CPU.",
+                    "device",
+                )
         self.config = config
         self.num_pages = num_pages
         self.num_layers = num_layers
@@ -109,21 +160,56 @@ class PagedKvCache:
         held = self._seqs.get(seq)
         return held.length if held else 0
 
-    def extend(self, seqs: Sequence[Hashable], seqlens: Sequence[int]) -> CacheStep:
+    def extend(
+        self, seqs: Sequence[Hashable], seqlens: Sequence[int], *, max_seqlen: int | None = None, into: CacheStep | None = None
+    ) -> CacheStep:
         """Makes room for ``seqlens[i]`` new tokens at the end of sequence ``seqs[i]``; new names start new sequences.
 
         Every layer's keys must then be written (:meth:`CacheStep.write`) before attention reads them. Raises OutOfPagesError, and
         changes nothing, if the pool is too small.
+
+        :param max_seqlen: make the step's tables wide enough for sequences of this many tokens, for later use as ``into``
+        :param into: an earlier step of as many sequences and new tokens, whose tensors are overwritten: a CUDA graph that was
+            captured with that step then runs this one
         """
         seqs, seqlens = tuple(seqs), [int(n) for n in seqlens]
         if len(seqs) != len(seqlens) or len(set(seqs)) != len(seqs) or min(seqlens, default=0) < 0:
             raise InvalidArgumentError(
                 f"seqlens is {seqlens} for seqs {list(seqs)}; give each sequence once, with one length of at least 0.", "seqlens"
             )
+        longest = max((self.seqlen(seq) + n for seq, n in zip(seqs, seqlens)), default=0)
+        if into is None:
+            bound = max(longest, max_seqlen or 0)
+        else:
+            self._check_into(into, seqlens, longest)
+            bound = into.batch.max_seqlen_k
         self._require_pages(seqs, seqlens)
         parts = [self._grow(seq, n) for seq, n in zip(seqs, seqlens)]
-        page, offset, positions = (self._tensor([part[i] for part in parts]) for i in range(3))
-        return CacheStep(cache=self, seqs=seqs, batch=self.batch(seqs, seqlens), page=page, offset=offset, positions=positions)
+        rows = [np.concatenate([part[i] for part in parts] or [np.empty(0)]).astype(np.int64, copy=False) for i in range(3)]
+        fields = self._batch_fields([self._seqs[seq] for seq in seqs], seqlens, bound)
+        if into is not None:
+            _upload([*rows, *fields], self.device, into._memory)
+            return dataclasses.replace(into, seqs=seqs)
+        memory, (page, offset, positions, *fields) = _upload([*rows, *fields], self.device)
+        batch = _paged_batch(fields, max(seqlens, default=0), bound)
+        return CacheStep(self, seqs, batch, page, offset, positions, memory)
+
+    def _check_into(self, into: CacheStep, seqlens: list[int], longest: int) -> None:
+        batch = into.batch
+        if into.cache is not self:
+            raise InvalidArgumentError("into is a step of another cache; pass one that this cache's extend() returned.", "into")
+        if len(seqlens) != batch.num_seqs or sum(seqlens) != into.page.shape[0] or max(seqlens, default=0) > batch.max_seqlen_q:
+            raise InvalidArgumentError(
+                f"into was made for {batch.num_seqs} sequences with {into.page.shape[0]} new tokens, at most {batch.max_seqlen_q} each; "
+                f"seqlens is {seqlens}. Make another step for these.",
+                "into",
+            )
+        if longest > batch.max_seqlen_k:
+            raise InvalidArgumentError(
+                f"into was made for sequences of up to {batch.max_seqlen_k} tokens; the longest would hold {longest}. Make a step with "
+                "a larger max_seqlen.",
+                "into",
+            )
 
     def append(self, seq: Hashable, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor) -> None:
         """Adds tokens to the end of one sequence of a cache with a single layer; with more layers use :meth:`extend`.
@@ -139,23 +225,55 @@ class PagedKvCache:
         self._check_rows(0, k.shape[0] if k.ndim else 0, k, v, k_idx)
         self.extend([seq], [k.shape[0]]).write(k, v, k_idx)
 
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor, layer: int = 0) -> None:
-        """Stores one row per slot (page * block_size + offset). A slot of -1 marks a padding row, which is skipped."""
+    def write(
+        self,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_idx: torch.Tensor,
+        layer: int = 0,
+        *,
+        trust_slots: bool = False,
+    ) -> None:
+        """Stores one row per slot (page * block_size + offset). A slot of -1 marks a padding row, which is skipped.
+
+        :param trust_slots: skip the check of the slots, which waits for a GPU; a wrong slot is then undefined behaviour
+        """
         if slots.dtype != torch.int64 or slots.ndim != 1:
             raise InvalidArgumentError(f"slots is {slots.dtype} {list(slots.shape)}; it must be int64 [n].", "slots")
         self._check_rows(layer, slots.shape[0], k, v, k_idx)
         if slots.shape[0] == 0:
             return
-        block_size = self.config.block_size
-        low, high = (int(x) for x in torch.aminmax(slots))
-        if low < -1 or high >= self.num_pages * block_size:
-            raise InvalidArgumentError(
-                f"slots holds {low if low < -1 else high}; a slot is -1 (skip) or 0 to {self.num_pages * block_size - 1}.", "slots"
-            )
-        if low < 0:
-            keep = slots >= 0
-            slots, k, v, k_idx = slots[keep], k[keep], v[keep], k_idx[keep]
-        self._store(layer, slots // block_size, slots % block_size, k, v, k_idx)
+        num_slots = self.num_pages * self.config.block_size
+        has_padding = True
+        if not trust_slots:
+            if slots.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    "slots cannot be checked while a CUDA graph is captured. Pass trust_slots=True, and check them where they are made.",
+                    "slots",
+                )
+            low, high = torch.stack(torch.aminmax(slots)).tolist()
+            if low < -1 or high >= num_slots:
+                raise InvalidArgumentError(
+                    f"slots holds {low if low < -1 else high}; a slot is -1 (skip) or 0 to {num_slots - 1}.", "slots"
+                )
+            has_padding = low < 0
+        if has_padding:
+            slots, k, v, k_idx = self._without_padding(layer, slots, k, v, k_idx)
+        self._store(layer, slots // self.config.block_size, slots % self.config.block_size, k, v, k_idx)
+
+    def _without_padding(self, layer: int, slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Padding rows made harmless without waiting for a GPU: they repeat the first real row, or what slot 0 holds if none is real."""
+        valid = slots >= 0
+        first = valid.int().argmax(0, keepdim=True)
+        slots = torch.where(valid, slots, slots.index_select(0, first).clamp(min=0))
+        held = (self.k[layer, 0, :, 0], self.v[layer, 0, :, 0], self.k_idx[layer, 0, 0])
+        result = []
+        for x, old in zip(rows, held):
+            per_row = (-1, *[1] * (x.ndim - 1))
+            stand_in = torch.where(valid.index_select(0, first).view(per_row), x.index_select(0, first), old)
+            result.append(torch.where(valid.view(per_row), x, stand_in))
+        return slots, *result
 
     def _store(
         self, layer: int, page: torch.Tensor, offset: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor
@@ -172,22 +290,18 @@ class PagedKvCache:
             raise InvalidArgumentError(
                 f"seqlens_q has {len(seqlens_q)} lengths for {len(held)} sequences; give one each.", "seqlens_q"
             )
-        lengths = [sequence.length for sequence in held]
-        max_seqlen_k = max(lengths, default=0)
-        page_table = np.full((len(held), max(self.config.num_blocks(max_seqlen_k), 1)), -1, dtype=np.int32)
+        bound = max((sequence.length for sequence in held), default=0)
+        _, fields = _upload(self._batch_fields(held, seqlens_q, bound), self.device)
+        return _paged_batch(fields, max(seqlens_q, default=0), bound)
+
+    def _batch_fields(self, held: list[_Sequence], seqlens_q: Sequence[int], max_seqlen: int) -> list[np.ndarray]:
+        """cu_seqlens_q, seqlens_k, page_table, all int32; the table has columns for max_seqlen tokens."""
+        page_table = np.full((len(held), max(self.config.num_blocks(max_seqlen), 1)), -1, dtype=np.int32)
         for row, sequence in zip(page_table, held):
             num_pages = self.config.num_blocks(sequence.length)
             row[:num_pages] = sequence.pages[:num_pages]
-        fields = {
-            "cu_seqlens_q": np.concatenate(([0], np.cumsum(seqlens_q))).astype(np.int32),
-            "seqlens_k": np.array(lengths, dtype=np.int32),
-            "page_table": page_table,
-        }
-        return Batch(
-            **{name: torch.from_numpy(value).to(self.device) for name, value in fields.items()},
-            max_seqlen_q=max(seqlens_q, default=0),
-            max_seqlen_k=max_seqlen_k,
-        )
+        cu_seqlens_q = np.concatenate(([0], np.cumsum(seqlens_q))).astype(np.int32)
+        return [cu_seqlens_q, np.array([sequence.length for sequence in held], dtype=np.int32), page_table]
 
     def copy(self, seq: Hashable, new_seq: Hashable) -> None:
         """Starts ``new_seq`` with everything that ``seq`` holds. Pages are shared until one of the two writes to them."""
@@ -228,10 +342,6 @@ class PagedKvCache:
             return self._seqs[seq]
         except KeyError:
             raise InvalidArgumentError(f"seq {seq!r} is not held by this cache.", "seq") from None
-
-    def _tensor(self, parts: list[np.ndarray]) -> torch.Tensor:
-        joined = np.concatenate(parts) if parts else np.empty(0)
-        return torch.from_numpy(joined.astype(np.int64, copy=False)).to(self.device)
 
     def _shared_tail(self, sequence: _Sequence, num_leaving: int = 0) -> int | None:
         """The last page, if it has room but belongs to another sequence too: it must be copied before it is written."""
@@ -301,3 +411,5 @@ class PagedKvCache:
                 raise InvalidArgumentError(
                     f"{name} is {tensor.dtype} {list(tensor.shape)}; this cache takes {self.dtype} {list(shape)}.", name
                 )
+            if tensor.device != self.device:
+                raise InvalidArgumentError(f"{name} lies on {tensor.device}, this cache on {self.device}; move one of them.", name)

@@ -140,7 +140,7 @@ class MsaAttention(nn.Module):
             positions = step.positions if positions is None else positions
         elif batch is None:
             num_seqs = shape[0] if len(shape) == 3 else 1
-            batch = Batch.packed([shape[-2]] * num_seqs, device=hidden.device)
+            batch = Batch._uniform(num_seqs, shape[-2], shape[-2], hidden.device)
         if positions is None:
             positions = batch.positions(hidden.shape[0])
         q, k, v, q_idx, k_idx = self.project(hidden, positions.reshape(-1))

@@ -150,6 +150,84 @@ def test_negative_slots_are_skipped(rng):
         assert (pool[0][untouched] == guard).all()
 
 
+@pytest.mark.parametrize("trust_slots", [False, True])
+@pytest.mark.parametrize("slots", [[-1, 5, 0], [3, -1, -1], [-1, -1, -1], [2, 1, 0]], ids=str)
+def test_padding_rows_change_nothing(slots, trust_slots, rng):
+    """Whatever stands in padding rows, NaN too, and also where slot 0 is written by a real row or holds something."""
+    cache = poisoned_cache(1)
+    old, new = rows(BLOCK, rng), rows(3, rng)
+    cache.append("a", *old)
+    for row, slot in enumerate(slots):
+        if slot < 0:
+            for x in new:
+                x[row] = math.nan
+    cache.write(torch.tensor(slots), *new, trust_slots=trust_slots)
+    want = tuple(x.clone() for x in old)
+    for row, slot in enumerate(slots):
+        for x, y in zip(want, new):
+            if slot >= 0:
+                x[slot] = y[row]
+    assert_holds(cache, "a", want)
+
+
+def test_a_step_is_refilled_in_place(rng):
+    """What a CUDA graph needs: the same tensors, holding another step; the results are those of a step made anew."""
+    cache, other = poisoned_cache(20), poisoned_cache(20)
+    first = rows(5 * BLOCK, rng)
+    with torch.inference_mode():
+        step = cache.extend(["a", "b"], [2 * BLOCK, 3 * BLOCK], max_seqlen=5 * BLOCK)
+        other.extend(["a", "b"], [2 * BLOCK, 3 * BLOCK]).write(*first)
+    step.write(*first)
+    assert step.batch.max_seqlen_k == 5 * BLOCK and step.batch.page_table.shape == (2, 5)
+    decode = cache.extend(["a", "b"], [1, 1], max_seqlen=5 * BLOCK)
+    where = [x.data_ptr() for x in (decode.page, decode.positions, decode.batch.page_table, decode.batch.seqlens_k)]
+    other.extend(["a", "b"], [1, 1])
+    cache.copy("b", "c")
+    other.copy("b", "c")
+    for seqs in (["b", "a"], ["c", "a"], ["a", "b"]):  # "c" must first take its own copy of the page it shares
+        new = rows(2, rng)
+        decode = cache.extend(seqs, [1, 1], into=decode)
+        fresh = other.extend(seqs, [1, 1])
+        assert decode.seqs == tuple(seqs)
+        assert where == [x.data_ptr() for x in (decode.page, decode.positions, decode.batch.page_table, decode.batch.seqlens_k)]
+        width = fresh.batch.page_table.shape[1]
+        assert torch.equal(decode.batch.page_table[:, :width], fresh.batch.page_table)
+        assert (decode.batch.page_table[:, width:] == -1).all()
+        for name in ("cu_seqlens_q", "seqlens_k"):
+            assert torch.equal(getattr(decode.batch, name), getattr(fresh.batch, name))
+        assert torch.equal(decode.positions, fresh.positions) and torch.equal(decode.positions, decode.batch.positions())
+        decode.write(*new)
+        for row, seq in enumerate(seqs):
+            for found, expected in zip(cache.gather(seq), new):
+                assert torch.equal(found[-1], expected[row])
+
+
+def test_a_step_that_does_not_fit_is_refused_and_nothing_changes(rng):
+    cache = poisoned_cache(20)
+    step = cache.extend(["a", "b"], [1, 1], max_seqlen=BLOCK)
+    for call, text in (
+        (lambda: cache.extend(["a"], [1], into=step), "made for 2 sequences with 2 new tokens.*seqlens is"),
+        (lambda: cache.extend(["a", "b"], [2, 0], into=step), "at most 1 each"),
+        (lambda: cache.extend(["a", "c"], [1, 2], into=step), "made for 2 sequences"),
+        (lambda: poisoned_cache(2).extend(["a", "b"], [1, 1], into=step), "another cache"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            call()
+    for _ in range(BLOCK - 1):
+        cache.extend(["a", "b"], [1, 1], into=step)
+    with pytest.raises(InvalidArgumentError, match=f"up to {BLOCK} tokens; the longest would hold {BLOCK + 1}.*larger max_seqlen"):
+        cache.extend(["a", "b"], [1, 1], into=step)
+    assert cache.seqlen("a") == cache.seqlen("b") == BLOCK and cache.num_free_pages == 18
+
+
+def test_a_cache_that_the_gpu_kernels_could_not_read_is_refused():
+    """Before any memory is taken, so also where there is no GPU."""
+    fits = MsaConfig(num_q_heads=2, num_kv_heads=2, head_dim=64, index_dim=64, block_size=64)
+    for config, dtype, reason in ((fits, None, "float32 is not one of"), (SMALL, torch.bfloat16, "head_dim 16 is not in 64..128")):
+        with pytest.raises(openmsa.UnsupportedError, match=f"device is cuda.*{reason}.*dtype=torch.bfloat16"):
+            PagedKvCache(config, 4, dtype=dtype, device="cuda")
+
+
 def test_wrong_arguments(rng):
     cache = poisoned_cache(3)
     k, v, k_idx = rows(4, rng)
@@ -158,6 +236,7 @@ def test_wrong_arguments(rng):
         (lambda: cache.append("a", k.bfloat16(), v, k_idx), r"k is torch.bfloat16 \[4, 2, 16\]; this cache takes torch.float32"),
         (lambda: cache.append("a", k, v[:3], k_idx), r"v is torch.float32 \[3, 2, 16\]"),
         (lambda: cache.append("a", k, v, k_idx[:, :8]), r"k_idx is torch.float32 \[4, 8\]"),
+        (lambda: cache.append("a", k, v, k_idx.to("meta")), "k_idx lies on meta, this cache on cpu"),
         (lambda: cache.write(torch.tensor([48]), k[:1], v[:1], k_idx[:1]), "slots holds 48.*0 to 47"),
         (lambda: cache.write(torch.tensor([-2]), k[:1], v[:1], k_idx[:1]), "slots holds -2"),
         (lambda: cache.write(torch.tensor([1.0]), k[:1], v[:1], k_idx[:1]), "slots is torch.float32"),

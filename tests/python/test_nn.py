@@ -159,6 +159,19 @@ def test_layer_compiles_in_one_graph(layer, rng):
 
 
 @torch.no_grad()
+def test_a_cached_step_compiles_in_one_graph(layer, rng):
+    """Writing to the cache and reading from it, over steps of several lengths."""
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    hidden = torch.randn(2, 100, WIDTH, generator=rng)
+    cache = PagedKvCache(CONFIG, 14)
+    outs, first = [], 0
+    for n in (60, 1, 1, 20, 1, 17):
+        outs.append(compiled(hidden[:, first : first + n], step=cache.extend(["x", "y"], [n, n])))
+        first += n
+    torch.testing.assert_close(torch.cat(outs, dim=1), layer(hidden), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
 def test_wrong_arguments(layer, rng):
     hidden = torch.randn(5, WIDTH, generator=rng)
     step = PagedKvCache(CONFIG, 2).extend(["x"], [5])
