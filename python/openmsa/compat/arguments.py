@@ -120,10 +120,10 @@ def drop_unseen(block_ids: torch.Tensor, visible: torch.Tensor, existing: torch.
     return torch.where((block_ids >= visible) & (block_ids < existing), -1, block_ids)
 
 
-def ascending(block_ids: torch.Tensor) -> torch.Tensor:
-    """Lists sorted along the last axis, the unused slots (any negative id) as -1 at the end."""
-    ordered = torch.where(block_ids < 0, INT32_MAX, block_ids).sort(dim=-1).values
-    return torch.where(ordered == INT32_MAX, -1, ordered)
+def ascending(block_ids: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """The used ids of each list in order, -1 behind them."""
+    ordered = torch.where(used, block_ids, INT32_MAX).sort(dim=-1).values
+    return ordered.masked_fill_(ordered == INT32_MAX, -1)
 
 
 def attend(

@@ -111,7 +111,7 @@ def build_k2q_csr(
         )
     if not return_schedule:
         return row_ptr, q_indices
-    return row_ptr, q_indices, SparseAttentionSchedule(arguments.ascending(ids.permute(1, 0, 2)))
+    return row_ptr, q_indices, SparseAttentionSchedule(arguments.ascending(ids, ids >= 0).transpose(0, 1))
 
 
 def _invert(

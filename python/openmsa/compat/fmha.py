@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -27,8 +28,8 @@ class _DevicePlan:
     cu_seqlens_k: torch.Tensor  # int32 [B+1]
     seqlens_k: torch.Tensor  # int32 [B]
     q_start: torch.Tensor  # int32 [B]
-    page_slots: torch.Tensor | None  # int32 [B, max_pages]: where in kv_indices each page of a sequence stands
-    block_limits: tuple[torch.Tensor, torch.Tensor] | None  # int32 [T] twice, see arguments.block_limits; of sparse plans
+    page_slots: torch.Tensor | None  # int32 [B * max_pages]: where in kv_indices each page of a sequence stands
+    block_limits: tuple[torch.Tensor, torch.Tensor] | None  # int32 [T] twice, see arguments.block_limits; None: all is visible
 
 
 class Plan:
@@ -85,15 +86,20 @@ class Plan:
         if self.page_size > 0:
             columns = torch.arange(self.num_blocks, device=device, dtype=torch.int32)
             # Past a sequence's last page any slot will do: the operators never read those entries.
-            slots = (cu_pages[:-1, None] + columns).clamp_(max=max(self.total_pages - 1, 0))
+            slots = (cu_pages[:-1, None] + columns).clamp_(max=max(self.total_pages - 1, 0)).flatten()
         limits = None
-        if self.kv_block_num > 0:
+        if self.kv_block_num > 0 and not self._sees_every_block():
             batch = Batch(
                 cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, q_start=q_start,
                 max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k,
             )  # fmt: skip
             limits = arguments.block_limits(batch, seqlens_k, self.total_q, self.block_size)
         return _DevicePlan(cu_q, cu_k, seqlens_k, q_start, slots, limits)
+
+    def _sees_every_block(self) -> bool:
+        """Whether already the first query of each sequence sees its last block, as when decoding."""
+        sequences = zip(self.seqlens_q, self.seqlens_k, self.q_start)
+        return all(n_q == 0 or start // self.block_size >= (n_k - 1) // self.block_size for n_q, n_k, start in sequences)
 
     def __repr__(self) -> str:
         kind = f"sparse, {self.kv_block_num} blocks" if self.kv_block_num > 0 else "dense"
@@ -203,14 +209,18 @@ def _offsets(name: str, values: Any, num_seqs: int) -> list[int]:
     return offsets
 
 
+@functools.cache
+def _has_usable_gpu() -> bool:
+    return torch.cuda.is_available() and any(row.available for row in list_backends() if row.backend == "cuda")
+
+
 def _default_device(device: Any, lengths: Any) -> torch.device:
     if device is not None:
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     elif isinstance(lengths, torch.Tensor) and lengths.is_cuda:
         device = lengths.device
     else:
-        usable = torch.cuda.is_available() and any(row.available for row in list_backends() if row.backend == "cuda")
-        device = torch.device("cuda" if usable else "cpu")
+        device = torch.device("cuda" if _has_usable_gpu() else "cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
@@ -356,11 +366,11 @@ def _batch(
             )
         pages = arguments.int32("kv_indices", kv_indices)
         if plan.total_pages == 0:
-            table = torch.full((plan.num_seqs, 1), -1, dtype=torch.int32, device=q.device)
+            table = pages[:0].view(1, 0).expand(plan.num_seqs, 0)
         elif plan.num_seqs == 1:
             table = pages[None, : plan.total_pages]
         else:
-            table = pages[state.page_slots]
+            table = pages.index_select(0, state.page_slots).view(plan.num_seqs, plan.num_blocks)
     return Batch(seqlens_k=state.seqlens_k, page_table=table, **fields)
 
 
@@ -387,8 +397,10 @@ def _sparse(
     limits = state.block_limits
     if is_moved:
         limits = arguments.block_limits(batch, state.seqlens_k, plan.total_q, plan.block_size)
+    if limits is not None:
+        ids = arguments.drop_unseen(ids, *limits)
     config = arguments.config(**sizes, top_k=plan.kv_block_num, num_local_blocks=0)
-    return arguments.attend(q, k, v, arguments.drop_unseen(ids, *limits), batch, config)[0]
+    return arguments.attend(q, k, v, ids, batch, config)[0]
 
 
 def _score_heads(q: torch.Tensor, k: torch.Tensor, batch: Batch, block_size: int) -> list[torch.Tensor]:
@@ -418,7 +430,8 @@ def _store_scores(plan: Plan, scores: list[torch.Tensor], max_score: torch.Tenso
             f"T = {num_tokens} and at least {num_blocks} tiles.",
             "max_score",
         )
-    by_head[:, num_blocks:].fill_(-math.inf)
+    if num_blocks < by_head.shape[1]:
+        by_head[:, num_blocks:].fill_(-math.inf)
     first = 0
     for part in scores:
         by_head[first : first + part.shape[1], :num_blocks].copy_(part.permute(1, 2, 0))

@@ -68,24 +68,28 @@ def sparse_topk_select(
                 "num_valid_pages",
             )
         by_token, num_blocks = by_token[..., :num_valid], num_valid
-    if output is None:
-        output = torch.empty(num_tokens, num_heads, topk, dtype=torch.int32, device=max_score.device)
-    else:
+    if output is not None:
         arguments.require_one_device(max_score, "max_score", output=output)
         arguments.require_shape("output", output, [("T", num_tokens), ("H", num_heads), ("topk", topk)])
         if output.dtype != torch.int32:
             raise InvalidArgumentError(f"output has dtype {str(output.dtype).removeprefix('torch.')}; it must be int32.", "output")
-    if num_blocks == 0 or num_heads == 0:
-        return output.fill_(-1)
+    if 0 in (num_blocks, num_heads, num_tokens):
+        nothing = torch.full((num_tokens, num_heads, topk), -1, dtype=torch.int32, device=max_score.device)
+        return nothing if output is None else output.copy_(nothing)
     is_read_only = limits is None and begin == end == 0
     in_place = is_read_only and by_token.stride(-1) == 1
     chunk = max(num_tokens if in_place else _CHUNK_ELEMENTS // (num_heads * num_blocks), 1)
+    if output is None and chunk < num_tokens:
+        output = torch.empty(num_tokens, num_heads, topk, dtype=torch.int32, device=max_score.device)
     for first in range(0, num_tokens, chunk):
         rows = slice(first, first + chunk)
         scores = by_token[rows] if in_place else by_token[rows].clone(memory_format=torch.contiguous_format)
         if not is_read_only:
             _apply_limits(scores, num_blocks if limits is None else limits[rows, None, None], begin, end)
-        output[rows] = _select(scores, topk)
+        ids = _select(scores, topk)
+        if output is None:
+            return ids
+        output[rows] = ids
     return output
 
 
@@ -98,17 +102,21 @@ def _apply_limits(scores: torch.Tensor, limits: int | torch.Tensor, begin: int, 
 
 def _select(scores: torch.Tensor, topk: int) -> torch.Tensor:
     num_tokens, num_heads, num_blocks = scores.shape
-    # All tokens as one sequence behind its keys, where everything is visible: what a token must not see is -inf already.
-    ends = torch.arange(2, device=scores.device, dtype=torch.int32)  # made on the device: nothing to copy, so a graph can capture it
+    # All tokens as one sequence behind its keys, where everything is visible: what a token must not see is -inf already. The offsets
+    # are made on the device, so there is nothing to copy and a graph can capture it.
     num_keys = num_blocks * _BLOCK_SIZE
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.arange(0, n + 1, n, dtype=torch.int32, device=scores.device) for n in (num_tokens, num_keys)
+    )
     batch = Batch(
-        cu_seqlens_q=ends * num_tokens, cu_seqlens_k=ends * num_keys, q_start=ends[1:] * num_keys,
-        max_seqlen_q=num_tokens, max_seqlen_k=num_keys,
-    )  # fmt: skip
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, q_start=cu_seqlens_k[1:], max_seqlen_q=num_tokens, max_seqlen_k=num_keys
+    )
     config = arguments.config(
         num_q_heads=num_heads, num_kv_heads=num_heads, head_dim=_BLOCK_SIZE, block_size=_BLOCK_SIZE, top_k=topk, num_local_blocks=0
     )
     ids = ops.select_blocks(scores, batch, config)
-    # The operator fills up with blocks of -inf, which it was told are visible.
-    seen = scores.gather(-1, ids.clamp(min=0).long()) != -math.inf
-    return arguments.ascending(torch.where(seen, ids, -1))
+    # The operator fills up with blocks of -inf, which it was told are visible. Where there are fewer blocks than slots, it ends in -1.
+    seen = scores.gather(-1, ids.clamp(min=0).long() if num_blocks < topk else ids.long()) != -math.inf
+    if num_blocks < topk:
+        seen &= ids >= 0
+    return arguments.ascending(ids, seen)
