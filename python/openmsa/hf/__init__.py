@@ -8,7 +8,7 @@ from .cache import MsaCache, MsaCacheLayer
 from .llama import MsaLlamaConfig, MsaLlamaForCausalLM, MsaLlamaModel, convert
 from .minimax_m3 import use_openmsa
 from .options import MsaOptions
-from .runtime import LayerStats, Recorder, Selection, assert_sparse, msa_stats, record_selection
+from .runtime import LayerStats, Recorder, Selection, assert_sparse, msa_stats, record_selection, why_not_on_gpu
 
 __all__ = [
     "LayerStats",
@@ -25,4 +25,5 @@ __all__ = [
     "msa_stats",
     "record_selection",
     "use_openmsa",
+    "why_not_on_gpu",
 ]

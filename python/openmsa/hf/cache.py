@@ -76,13 +76,7 @@ class MsaCacheLayer(CacheLayerMixin):
             )
         if (self.index_keys is None) != (k_idx is None):
             raise openmsa.InvalidArgumentError("past_key_values: filled by a layer of the other kind (sparse against dense)")
-        before = None if plan.valid is None else plan.valid[:, : plan.past]
-        same = (
-            (self.valid is None or bool(self.valid.all()))
-            if before is None
-            else torch.equal(before, torch.ones_like(before) if self.valid is None else self.valid)
-        )
-        if not same:
+        if not plan.agrees_with(self.valid):
             raise openmsa.InvalidArgumentError(
                 "attention_mask: tokens already in the cache are marked otherwise than when they were stored. Pass the same mask, "
                 "extended by the new tokens"

@@ -10,12 +10,14 @@ padding lies. Rows of the packed tensors run over the real tokens only.
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 import openmsa
+from openmsa.batch import to_device
 
 # The name under which transformers knows us: model.config._attn_implementation == ATTN_NAME.
 ATTN_NAME = "openmsa"
@@ -32,6 +34,17 @@ class StepPlan:
         self.device = device
         self._slots: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._paged: dict[int, openmsa.Batch] = {}
+        self._agreed: tuple[torch.Tensor | None, bool] | None = None
+
+    def agrees_with(self, stored: torch.Tensor | None) -> bool:
+        """Whether the mask marks the cached tokens as `stored` (None: no padding). All layers hold one tensor, so one comparison, for
+        which a GPU is waited for, serves them all."""
+        if stored is None and self.valid is None:
+            return True
+        if self._agreed is None or self._agreed[0] is not stored:
+            before = stored.new_ones(stored.shape) if self.valid is None else self.valid[:, : self.past]
+            self._agreed = (stored, bool(before.all()) if stored is None else torch.equal(before, stored))
+        return self._agreed[1]
 
     @cached_property
     def seqlens_q(self) -> list[int]:
@@ -62,12 +75,11 @@ class StepPlan:
     def paged_batch(self, pages_per_row: int) -> openmsa.Batch:
         """The batch over pages laid out row by row: page number of block b of row r is r * pages_per_row + b."""
         if pages_per_row not in self._paged:
-            cu_seqlens_q = torch.zeros(self.batch_size + 1, dtype=torch.int32)
-            cu_seqlens_q[1:] = torch.tensor(self.seqlens_q, dtype=torch.int32).cumsum(0)
+            cu_seqlens_q = torch.tensor([0, *accumulate(self.seqlens_q)], dtype=torch.int32)
             pages = torch.arange(self.batch_size * pages_per_row, dtype=torch.int32, device=self.device)
             self._paged[pages_per_row] = openmsa.Batch(
-                cu_seqlens_q=cu_seqlens_q.to(self.device),
-                seqlens_k=torch.tensor(self.seqlens_k, dtype=torch.int32, device=self.device),
+                cu_seqlens_q=to_device(cu_seqlens_q, self.device),
+                seqlens_k=to_device(torch.tensor(self.seqlens_k, dtype=torch.int32), self.device),
                 page_table=pages.view(self.batch_size, pages_per_row),
                 max_seqlen_q=max(self.seqlens_q),
                 max_seqlen_k=max(self.seqlens_k),
@@ -77,9 +89,10 @@ class StepPlan:
     def slots(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(row, page, offset) of every real new token, in packed order: where the cache writes it."""
         if block_size not in self._slots:
-            seqlens_q = torch.tensor(self.seqlens_q, device=self.device)
-            live = torch.tensor(self.seqlens_k, device=self.device) - seqlens_q
-            row = torch.repeat_interleave(torch.arange(self.batch_size, device=self.device), seqlens_q)
+            seqlens_q, seqlens_k = to_device(torch.tensor([self.seqlens_q, self.seqlens_k]), self.device)
+            live = seqlens_k - seqlens_q
+            rows = torch.arange(self.batch_size, device=self.device)
+            row = torch.repeat_interleave(rows, seqlens_q, output_size=sum(self.seqlens_q))
             rank = torch.arange(row.numel(), device=self.device) - (seqlens_q.cumsum(0) - seqlens_q)[row]
             position = live[row] + rank
             self._slots[block_size] = (row, position // block_size, position % block_size)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
 
 import openmsa
 from openmsa import quality
+from openmsa.info import why_unsupported
 from openmsa.ops import max_decode_queries
 
 from .cache import MsaCacheLayer
@@ -77,6 +79,48 @@ def assert_sparse(model, dropped: bool = False) -> None:
             )
 
 
+@functools.lru_cache(maxsize=1024)
+def _why_not_on_gpu(config: openmsa.MsaConfig, num_slots: int, dtype: torch.dtype) -> str:
+    scored = dataclasses.replace(
+        config, index_dim=config.index_dim // num_slots, index_scale=None
+    )  # what one index_select call sees
+    return why_unsupported("cuda", str(dtype).removeprefix("torch."), scored)
+
+
+def why_not_on_gpu(model, dtype: torch.dtype | None = None) -> str:
+    """Why the GPU kernels cannot run this model's layers in `dtype` (default: that of its weights); empty if they can."""
+    runtime_of(model)
+    for module in model.modules():
+        config = getattr(module, "msa_config", None)
+        if config is None:
+            continue
+        num_slots = getattr(getattr(module, "index", None), "num_slots", 1)
+        reason = _why_not_on_gpu(config, num_slots, dtype or module.q_proj.weight.dtype)
+        if reason:
+            return f"layer {module.layer_idx}: {reason}"
+    return ""
+
+
+def _ready(runtime: Runtime, layer_idx: int, config: openmsa.MsaConfig, num_slots: int, *tensors: torch.Tensor) -> tuple:
+    """The layer's tensors in a dtype that the device's kernels take. Weights are never converted behind the user's back."""
+    q = tensors[0]
+    if not q.is_cuda:
+        return tensors
+    if torch.is_autocast_enabled("cuda"):
+        # Rotary embeddings are computed in float32 and promote what the projections gave.
+        tensors = tuple(x.to(torch.get_autocast_dtype("cuda")) for x in tensors)
+        q = tensors[0]
+    reason = _why_not_on_gpu(config, num_slots, q.dtype) if runtime.backend in ("auto", "cuda") else ""
+    if reason:
+        mend = (
+            "Load it with dtype=torch.bfloat16, call model.to(torch.bfloat16), or use torch.autocast('cuda', torch.bfloat16)"
+            if reason.startswith("dtype")
+            else "Choose sizes that `openmsa info` lists, or run the model on the CPU: model.to('cpu')"
+        )
+        raise openmsa.UnsupportedError(f"layer {layer_idx} is on {q.device}, whose kernels cannot run it: {reason}. {mend}.")
+    return tensors
+
+
 def run_sparse(
     runtime: Runtime,
     layer_idx: int,
@@ -91,6 +135,7 @@ def run_sparse(
     num_slots: int = 1,
 ) -> torch.Tensor:
     """All inputs token-major and padded: q [B, T, Hq, D], k, v [B, T, Hkv, D], q_idx [B, T, Hkv, Di / num_slots], k_idx [B, T, Di]."""
+    q, k, v, q_idx, k_idx = _ready(runtime, layer_idx, config, num_slots, q, k, v, q_idx, k_idx)
     keys = _store(plan, config, cache_layer, k, v, k_idx)
     q, q_idx = plan.pack_queries(q), plan.pack_queries(q_idx)
     block_ids = _select(q_idx, keys.k_idx, keys.batch, config, num_slots, runtime.backend)
@@ -126,6 +171,7 @@ def run_dense(
     runtime: Runtime, layer_idx: int, config: openmsa.MsaConfig, plan: StepPlan, q, k, v, cache_layer=None
 ) -> torch.Tensor:
     """Dense causal attention through the same batch description and the same kind of cache."""
+    q, k, v = _ready(runtime, layer_idx, config, 1, q, k, v)
     keys = _store(plan, config, cache_layer, k, v, None)
     q = plan.pack_queries(q)
     out = openmsa.dense_attention(q, keys.k, keys.v, keys.batch, config, backend=runtime.backend)
