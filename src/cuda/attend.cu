@@ -4,6 +4,7 @@
 #include "cuda/dense.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/plan.hpp"
+#include "cuda/repair.hpp"
 #include "cuda/sm90_attend.cuh"
 #include "cuda/smxx_combine.cuh"
 #include "cuda/smxx_invert.cuh"
@@ -195,6 +196,7 @@ void sparse_attention(const core::SparseAttentionParams& params) {
   for (std::int64_t begin = 0; begin < params.geo.total_q; begin += scratch.chunk) {
     run_chunk(params, scratch, begin, std::min(begin + scratch.chunk, params.geo.total_q));
   }
+  launch_repair(params);
 }
 
 }  // namespace openmsa::cuda

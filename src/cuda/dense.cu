@@ -2,6 +2,7 @@
 #include "cuda/dense.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/plan.hpp"
+#include "cuda/repair.hpp"
 
 namespace openmsa::cuda {
 namespace {
@@ -33,6 +34,7 @@ void dense_attention(const core::DenseAttentionParams& params) {
   launch_plan(plan, device.batch, 0, params.geo.total_q, tokens, params.context.stream);
   launch_dense(params.block_max.given() ? DenseMode::kBlockMax : DenseMode::kPlain, params.q, params.k, params.v, params.geo,
                config, device, params.context.stream);
+  launch_repair(params);
 }
 
 }  // namespace openmsa::cuda
