@@ -238,6 +238,26 @@ def test_tensors_given_to_write_to(device):
     assert torch.equal(fmha_sm100(*args, kv_indices=longer, kv_block_indexes=ids.long(), check_input_valid=True)[0], out)
 
 
+@needs_gpu
+def test_more_than_2_to_the_31_scores():
+    heads, tokens, blocks = 4, 66_000, 8192
+    gen = torch.Generator(device="cuda").manual_seed(0)
+    q = torch.randint(-3, 4, (tokens, heads, DIM), generator=gen, device="cuda").bfloat16()
+    pages = torch.randint(-3, 4, (blocks, 1, PAGE, DIM), generator=gen, device="cuda").bfloat16()
+    order = torch.randperm(blocks, generator=gen, device="cuda").int()
+    plan = fmha_sm100_plan([tokens], [blocks * PAGE], heads, 1, page_size=PAGE, output_maxscore=True)
+    _, max_score = fmha_sm100(q, pages, pages, plan, order, output_o=False)
+    assert max_score.shape == (heads, blocks, tokens) and max_score.numel() > 2**31
+    ids = sparse_topk_select(max_score, 16)
+    keys = pages[order.long(), 0].float()
+    for t in (0, tokens // 2, tokens - 1):
+        dots = torch.einsum("hd,bjd->hbj", q[t].float(), keys)
+        dots.flatten(1)[:, blocks * PAGE - tokens + t + 1 :] = -torch.inf
+        want = dots.amax(-1)
+        assert torch.equal(max_score[:, :, t], want)
+        assert torch.equal(ids[t : t + 1].cpu(), naive_topk(want[None].cpu(), 16, [blocks]))
+
+
 def naive_topk(scores, topk, limits, begin=0, end=0):
     """scores [T, H, blocks] on the CPU: forced blocks first, then by (score descending, block ascending); never -inf unless forced."""
     result = torch.full((*scores.shape[:2], topk), -1, dtype=torch.int32)
@@ -475,6 +495,10 @@ def test_mistakes_are_refused_by_name(device):
         fmha_sm100(q, k, v, fmha_sm100_plan(*lens, 8, 2), pages)
     with expect("kv_indices", "missing"):
         fmha_sm100(q, k, v, dense)
+    with expect("kv_indices", "on meta, but q is on"):
+        fmha_sm100(q, k, v, dense, pages.to("meta"))
+    with expect("v", "list"):
+        fmha_sm100(q, k, [v], dense, pages)
     with expect("kv_indices", "3 entries.*4 pages"):
         fmha_sm100(q, k, v, dense, pages[:-1])
     with expect("page_table", "2 columns"):
@@ -509,16 +533,6 @@ def test_mistakes_are_refused_by_name(device):
             fmha_sm100(q, k, v, sparse, pages, bad, check_input_valid=True)
     with expect("batch.page_table", ""):
         fmha_sm100(q, k, v, sparse, pages + 100, ids.masked_fill(torch.arange(4, device=device) > 0, -1), check_input_valid=True)
-
-
-@needs_gpu
-def test_tensors_on_two_devices_are_refused():
-    case = Case([2], [300], "cuda")
-    plan = fmha_sm100_plan(case.qo_lens, case.kv_lens, 8, 2, page_size=PAGE)
-    with expect("kv_indices", "one device"):
-        fmha_sm100(case.q, case.k_pages, case.v_pages, plan, case.kv_indices.cpu())
-    with expect("k", "one device"):
-        fmha_sm100(case.q, case.k_pages.cpu(), case.v_pages, plan, case.kv_indices)
 
 
 def test_csr_mistakes(device):

@@ -293,7 +293,10 @@ def fmha_sm100(
     sizes = {"num_q_heads": plan.num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": q.shape[2],
              "block_size": plan.block_size, "softmax_scale": None if sm_scale is None else float(sm_scale)}  # fmt: skip
     scores = None
-    if plan.kv_block_num > 0:
+    if plan.max_seqlen_k == 0:  # to the operators a longest sequence of 0 keys means "not known"
+        result = torch.zeros_like(q) if output_o else None
+        scores = [q.new_empty((*q.shape[:2], 0), dtype=torch.float32)] if wants_scores else None
+    elif plan.kv_block_num > 0:
         result = _sparse(plan, q, k, v, batch, kv_block_indexes, q_offset_override is not None, sizes)
     elif kv_block_indexes is not None:
         raise InvalidArgumentError(
@@ -365,9 +368,7 @@ def _batch(
                 "kv_indices",
             )
         pages = arguments.int32("kv_indices", kv_indices)
-        if plan.total_pages == 0:
-            table = pages[:0].view(1, 0).expand(plan.num_seqs, 0)
-        elif plan.num_seqs == 1:
+        if plan.num_seqs == 1:
             table = pages[None, : plan.total_pages]
         else:
             table = pages.index_select(0, state.page_slots).view(plan.num_seqs, plan.num_blocks)
