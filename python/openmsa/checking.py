@@ -251,6 +251,16 @@ def selection_fault(block_ids: torch.Tensor, oracle: Oracle, scores: torch.Tenso
     return max(worst, 0.0)
 
 
+def run_on(backend: str, stage: str, *args: Any, **options: Any) -> Any:
+    """One operator by one backend, from and to the CPU: a GPU backend gets copies, and its checks on the device are asked for."""
+    function = getattr(openmsa, stage)
+    if backend != "cuda":
+        return function(*args, backend=backend, **options)
+    result = function(*(x.to("cuda") if isinstance(x, (torch.Tensor, openmsa.Batch)) else x for x in args), backend=backend, **options)
+    openmsa.synchronize("cuda")
+    return result.cpu() if isinstance(result, torch.Tensor) else tuple(x.cpu() for x in result)
+
+
 def check_backend(case: Case, exact_case: Case, backend: str, seed: int, stage_done: Callable[[str], None]) -> Iterator[Row]:
     """Every stage of one backend, packed and paged. `exact_case` has integer data and the same lengths."""
     windows = choose_windows(case, seed)
@@ -263,7 +273,7 @@ def check_backend(case: Case, exact_case: Case, backend: str, seed: int, stage_d
         stage_done(f"{backend}, {layout.name}")
     exact_oracles = [Oracle(exact_case, window) for window in windows]
     for layout in (packed_layout(exact_case), paged_layout(exact_case, seed)):
-        ids = openmsa.index_select(exact_case.q_idx, layout.k_idx, layout.batch, case.config, backend=backend)
+        ids = run_on(backend, "index_select", exact_case.q_idx, layout.k_idx, layout.batch, case.config)
         wrong = sum((ids[o.queries] != o.index_select()).any(dim=-1).sum().item() for o in exact_oracles)
         yield Row(backend, layout.name, "index_select", "exact data: lists that differ", wrong, 0)
     stage_done(f"{backend}, exact data")
@@ -272,7 +282,6 @@ def check_backend(case: Case, exact_case: Case, backend: str, seed: int, stage_d
 def _check_layout(case: Case, layout: Layout, oracles: list[Oracle], scores: list[torch.Tensor], dense: list[Any],
                   backend: str) -> Iterator[Row]:
     config, batch, dtype = case.config, layout.batch, case.q.dtype
-    run: dict[str, Any] = {"backend": backend}
 
     def row(stage: str, rule: str, measured: float, allowed: float) -> Row:
         return Row(backend, layout.name, stage, rule, measured, allowed)
@@ -286,30 +295,31 @@ def _check_layout(case: Case, layout: Layout, oracles: list[Oracle], scores: lis
         error = max((largest(difference(lse[rows_of(o)], e[1])) for o, e in zip(oracles, expected, strict=True)), default=0.0)
         yield row(stage, "lse: error", error, LSE_TOLERANCE)
 
-    got = openmsa.block_scores(case.q_idx, layout.k_idx, batch, config, **run)
+    got = run_on(backend, "block_scores", case.q_idx, layout.k_idx, batch, config)
     excess = 0.0
     for oracle, expected in zip(oracles, scores, strict=True):
         part = got[oracle.queries, :, :expected.shape[-1]]
         excess = max(excess, largest(difference(part, expected) - oracle.score_bound()))
     yield row("block_scores", "error beyond the fp32 bound", excess, 0)
 
-    ids = openmsa.select_blocks(got, batch, config, **run)
+    ids = run_on(backend, "select_blocks", got, batch, config)
     expected_ids = openmsa.select_blocks(got, batch, config, backend="reference")
     yield row("select_blocks", "lists that differ from the oracle's", (ids != expected_ids).any(dim=-1).sum().item(), 0)
 
-    ids = openmsa.index_select(case.q_idx, layout.k_idx, batch, config, **run)
+    ids = run_on(backend, "index_select", case.q_idx, layout.k_idx, batch, config)
     fault = max((selection_fault(ids[o.queries], o, s, config) for o, s in zip(oracles, scores, strict=True)), default=0.0)
     yield row("index_select", "wrong choice beyond the bound 2e", fault, 0)
 
     sparse = [oracle.sparse(ids[oracle.queries]) for oracle in oracles]
-    for stage, function in (("sparse_attention", openmsa.sparse_attention), ("sparse_decode", openmsa.sparse_decode)):
-        out, lse = function(case.q, layout.k, layout.v, ids, batch, config, return_lse=True, **run)
+    for stage in ("sparse_attention", "sparse_decode"):
+        out, lse = run_on(backend, stage, case.q, layout.k, layout.v, ids, batch, config, return_lse=True)
         yield from attention_rows(stage, out, lse, sparse, ids, lambda o: o.queries)
-        again = function(case.q, layout.k, layout.v, ids, batch, config, num_threads=3, **run)
-        yield row(stage, "rows not bitwise equal with 3 threads", (again != out).any(dim=-1).sum().item(), 0)
+        again = run_on(backend, stage, case.q, layout.k, layout.v, ids, batch, config, num_threads=3)
+        rule = "rows not bitwise equal " + ("when run again" if backend == "cuda" else "with 3 threads")
+        yield row(stage, rule, (again != out).any(dim=-1).sum().item(), 0)
 
-    out, lse, block_max = openmsa.dense_attention(case.q, layout.k, layout.v, batch, config, return_lse=True,
-                                                  return_block_max=True, **run)
+    out, lse, block_max = run_on(backend, "dense_attention", case.q, layout.k, layout.v, batch, config, return_lse=True,
+                                 return_block_max=True)
     yield from attention_rows("dense_attention", out, lse, dense, None, lambda o: o.queries)
     excess = 0.0
     for oracle, expected in zip(oracles, dense, strict=True):

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> dict:
     with step("model: SmolLM2-135M-Instruct, Apache-2.0 (first run: a download of 93 MB)"):
         path = subprocess.run([ROOT / "scripts" / "fetch-smollm2"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     with step("reading model and tokenizer from GGUF, 4-bit weights unpacked to float32"):
-        model, tokenizer = load_model(path, argparse.Namespace(dtype="float32", threads=args.threads, quiet=True))
+        model, tokenizer = load_model(path, argparse.Namespace(threads=args.threads, quiet=True), "float32")
         novel = gzip.decompress((pathlib.Path(__file__).parent / "novel.txt.gz").read_bytes()).decode()
     with step("which dtype is dense attention fastest in here?"):
         dtype = faster_dtype(model)

@@ -176,6 +176,40 @@ def test_check_refuses_bad_input(arguments, parts, capsys):
     assert_clean_error(capsys.readouterr(), *parts)
 
 
+def pretend_gpu(monkeypatch, reason: str = "") -> None:
+    """The commands believe that a GPU can be used (or cannot, for this reason); nothing may be sent to it."""
+    rows = [openmsa.BackendInfo("cuda", True, not reason, reason or "NVIDIA H200") if row.backend == "cuda" else row
+            for row in openmsa.list_backends()]
+    monkeypatch.setattr(openmsa, "list_backends", lambda: rows)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not reason)
+
+
+def test_check_takes_the_gpu_where_it_fits(capsys, monkeypatch):
+    pretend_gpu(monkeypatch)
+    ran = []
+
+    def on_cpu(backend, stage, *args, **options):
+        ran.append((backend, args[0].dtype))
+        return getattr(openmsa, stage)(*args, backend="cpu", **options)
+
+    monkeypatch.setattr(checking, "run_on", on_cpu)
+    fits = ["--seqlens", "150,1", "--top-k", "2"]
+    code, report = run_json(capsys, "check", *fits)
+    assert code == OK and report["dtypes"] == {"cpu": "float32", "cuda": "bfloat16"} and report["skipped"] == {}
+    assert {backend for backend, dtype in ran} == {"cpu", "cuda"} == {row["backend"] for row in report["rows"]}
+    assert ("cuda", torch.bfloat16) in ran and ("cpu", torch.bfloat16) not in ran
+    assert main(["check", *SMALL]) == OK
+    assert "cuda was left out: head_dim 32 is not in 64..128 step 32." in capsys.readouterr().out
+    code, report = run_json(capsys, "check", *fits, "--dtype", "float32")
+    assert code == OK and report["dtypes"] == {"cpu": "float32"} and "float32 is not one of" in report["skipped"]["cuda"]
+    for arguments, part in ((["--dtype", "float32"], "float32 is not one of"), (["--block-size", "16"], "block_size 16")):
+        assert main(["check", "--backend", "cuda", *arguments]) == BAD_INPUT
+        assert_clean_error(capsys.readouterr(), "--backend cuda", part)
+    pretend_gpu(monkeypatch, "no CUDA device: the driver is asleep")
+    assert main(["check", "--backend", "cuda"]) == BAD_INPUT
+    assert_clean_error(capsys.readouterr(), "--backend cuda", "the driver is asleep")
+
+
 # --- bench -------------------------------------------------------------------------------------------------------------------
 
 def test_bench_quick_writes_json(tmp_path):
@@ -364,7 +398,8 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 6
 
 
 def test_generate_sparse_and_dense(model_folder, capsys):
-    options = ["--prompt", TEXT, "--max-new-tokens", "5", "--block-size", "16", "--top-k", "4"]
+    # On a GPU the two kinds of attention would round differently, and bfloat16 more than the likeliest letters allow.
+    options = ["--prompt", TEXT, "--max-new-tokens", "5", "--device", "cpu", "--block-size", "16", "--top-k", "4"]
     code, sparse = run_json(capsys, "generate", str(model_folder), *options)
     assert code == OK
     assert sparse["attention"] == "msa" and sparse["prompt_tokens"] == len(TEXT) and sparse["new_tokens"] == 5
@@ -383,6 +418,60 @@ def test_generate_streams_the_text(model_folder, capsys):
     captured = capsys.readouterr()
     assert captured.out.endswith("\n") and len(captured.out.strip("\n")) <= 4
     assert "tokens/s" in captured.err and "nothing was left unread" in captured.err
+
+
+@pytest.mark.parametrize("device, dtype, gpu, want", [
+    ("auto", None, True, ("cuda", "bfloat16")),
+    ("auto", "float32", True, ("cuda", "float32")),
+    ("auto", "float16", True, ("cuda", "float16")),
+    ("auto", None, False, ("cpu", "float32")),
+    ("cpu", None, True, ("cpu", "float32")),
+    ("cpu", "bfloat16", True, ("cpu", "bfloat16")),
+    ("cuda", None, True, ("cuda", "bfloat16")),
+    ("cuda", None, False, None),
+])
+def test_choice_of_device_and_dtype(device, dtype, gpu, want, monkeypatch):
+    from openmsa.cli import common
+
+    pretend_gpu(monkeypatch, "" if gpu else "no CUDA device: none")
+    arguments = ["generate", "model", "--prompt", "x", "--device", device, *([] if dtype is None else ["--dtype", dtype])]
+    args = build_parser().parse_args(arguments)
+    if want is None:
+        with pytest.raises(common.BadInputError, match="--device cuda: no GPU can be used: no CUDA device: none. Leave --device out"):
+            common.choose_device(args)
+    else:
+        place = common.choose_device(args)
+        assert (place.device, place.dtype) == want
+
+
+def test_a_pytorch_without_cuda_is_the_reason(monkeypatch):
+    from openmsa.cli import common
+
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch.__version__ in common.no_gpu_reason() and "with CUDA" in common.no_gpu_reason()
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_models_that_the_gpu_kernels_cannot_run(model_folder, tmp_path, capsys, monkeypatch, command):
+    """Head dim 16: by itself the command goes to the CPU, in float32, and says why; told to use the GPU it refuses."""
+    pretend_gpu(monkeypatch)
+    arguments = [command, str(model_folder), "--block-size", "64", "--top-k", "2"]
+    if command == "generate":
+        arguments += ["--prompt", TEXT, "--max-new-tokens", "3"]
+    else:
+        arguments += ["--text", TEXT, "-o", str(tmp_path / "picture"), "--format", "html"]
+    code = main([*arguments, "--json"])
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert code == OK and (report["device"], report["device_name"], report["dtype"]) == ("cpu", "CPU", "float32")
+    assert "runs on the CPU, not on the GPU: layer 0: head_dim 16 is not in 64..128 step 32" in captured.err
+    assert "on CPU (float32)" in captured.err
+    assert main([*arguments, "--device", "cuda"]) == BAD_INPUT
+    assert_clean_error(capsys.readouterr(), "--device cuda: layer 0: head_dim 16", "openmsa info", "--device cpu")
+    pretend_gpu(monkeypatch, "no CUDA device: none")
+    assert main([*arguments, "--device", "cuda"]) == BAD_INPUT
+    assert_clean_error(capsys.readouterr(), "--device cuda: no GPU can be used: no CUDA device: none")
 
 
 @pytest.mark.parametrize("arguments, parts", [

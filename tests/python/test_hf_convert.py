@@ -519,3 +519,29 @@ def test_recorded_quality():
         assert 0 < found.block_recall < 1 and found.block_recall <= found.score_recall < 1 and 0 < found.mass_kept < 1
     sparse(ids)
     assert len(recorded.selections[1]) == 1  # nothing is kept outside the block
+
+
+# --- what a GPU would say, asked without one ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, dtype, reason",
+    [
+        (dict(), torch.bfloat16, ""),
+        (dict(), torch.float16, ""),
+        (dict(), torch.float32, "layer 0: dtype float32 is not one of bfloat16|float16"),
+        (dict(block_size=16), torch.bfloat16, "layer 0: block_size 16 is not in 64..128 step 64"),
+        (dict(top_k=33, dense_layers=1), torch.bfloat16, "layer 1: top_k 33 is not in 1..32"),
+    ],
+)
+def test_why_not_on_gpu(options, dtype, reason):
+    """SmolLM2's shape: groups of 3, D 64. The index keys of its three KV heads are 192 wide, but scored 64 at a time."""
+    model = tiny_llama(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64).to(dtype)
+    assert hf.why_not_on_gpu(hf.convert(model, **options)) == reason
+    if reason.startswith("layer 0: dtype"):
+        assert hf.why_not_on_gpu(hf.convert(model, **options), torch.bfloat16) == ""
+
+
+def test_why_not_on_gpu_needs_msa_layers():
+    with pytest.raises(openmsa.UnsupportedError, match="has no MSA layers"):
+        hf.why_not_on_gpu(tiny_llama())

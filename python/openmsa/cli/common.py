@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import pathlib
@@ -184,6 +185,55 @@ def config_from(args: argparse.Namespace):
     return openmsa.MsaConfig(num_q_heads=args.num_q_heads, num_kv_heads=args.num_kv_heads, head_dim=args.head_dim,
                              index_dim=args.index_dim, block_size=args.block_size, top_k=args.top_k,
                              num_init_blocks=args.num_init_blocks, num_local_blocks=args.num_local_blocks)
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                        help="where to run; auto takes a GPU that the kernels can use, else the CPU")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a model runs, and in which dtype."""
+
+    device: str
+    dtype: str
+    note: str = ""  # why not on the GPU that is there
+
+    @property
+    def name(self) -> str:
+        """For reports: "CPU", "NVIDIA H200"."""
+        if self.device == "cpu":
+            return "CPU"
+        import torch
+
+        return torch.cuda.get_device_name()
+
+
+def no_gpu_reason() -> str:
+    """Why no GPU can be used here; empty if one can."""
+    import torch
+
+    import openmsa
+
+    gpu = {row.backend: row for row in openmsa.list_backends()}["cuda"]
+    if not gpu.available:
+        return gpu.detail
+    return "" if torch.cuda.is_available() else f"PyTorch {torch.__version__} sees no GPU; install a build of it with CUDA"
+
+
+def cpu_place(args: argparse.Namespace, reason: str = "") -> Place:
+    return Place("cpu", args.dtype or "float32", f"runs on the CPU, not on the GPU: {reason}" if reason else "")
+
+
+def choose_device(args: argparse.Namespace) -> Place:
+    """What --device and --dtype ask for, as far as it can be told before a model is loaded."""
+    if args.device == "cpu":
+        return cpu_place(args)
+    reason = no_gpu_reason()
+    if reason and args.device == "cuda":
+        raise BadInputError(f"--device cuda: no GPU can be used: {reason}. Leave --device out to run on the CPU")
+    return cpu_place(args) if reason else Place("cuda", args.dtype or "bfloat16")
 
 
 def torch_dtype(name: str):

@@ -6,7 +6,7 @@ import sys
 import time
 
 from .common import EXIT_OK, BadInputError, emit_json, note, positive_int, progress, wants_tables
-from .models import add_model_arguments, load_model, read_text, to_sparse
+from .models import add_model_arguments, load_on_device, read_text
 
 HELP = "Let a Llama-family model continue a text with MiniMax Sparse Attention, and say how long it took."
 EXAMPLES = """\
@@ -14,6 +14,7 @@ EXAMPLES = """\
   openmsa generate model.gguf --prompt-file novel.txt --max-new-tokens 200 --block-size 64 --top-k 16
   openmsa generate model.gguf --chat --prompt "Name three rivers." --dense    with the model's own attention
   cat notes.txt | openmsa generate model.gguf --prompt-file - --json out.json
+  openmsa generate ./SmolLM2-135M-Instruct --prompt-file novel.txt --device cuda    fail rather than fall back to the CPU
 
 The conversion needs no training: it makes index queries and keys from the model's own. Sparse attention differs from dense only
 once a text is longer than top-k times block-size tokens.
@@ -93,9 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
     import openmsa
 
-    model, tokenizer = load_model(args.model, args)
-    if not args.dense:
-        model = to_sparse(model, args)
+    model, tokenizer, place = load_on_device(args.model, args, sparse=not args.dense)
     if args.chat:
         if not tokenizer.chat_template:
             raise BadInputError("--chat: this model's tokenizer has no chat template; leave --chat out")
@@ -103,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
                                                return_tensors="pt", return_dict=True)
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = inputs.to(place.device)
     num_prompt = inputs["input_ids"].shape[1]
     if num_prompt == 0:
         raise BadInputError("the prompt has no tokens; give some text to continue")
@@ -120,6 +120,11 @@ def run(args: argparse.Namespace) -> int:
 
     with torch.inference_mode(), contextlib.ExitStack() as reading:
         reading.enter_context(progress(args, f"reading {num_prompt:,} tokens", None))
+        if place.device == "cuda":
+            # The first tokens load kernels and libraries, about a second that says nothing about the model.
+            model.generate(inputs["input_ids"][:, :1], max_new_tokens=2, do_sample=False, pad_token_id=0)
+            if not args.dense:
+                openmsa.hf.msa_stats(model, reset=True)
         streamer = TimedStreamer(tokenizer, wants_tables(args), on_first=reading.close)  # the bar goes before text comes
         start = time.perf_counter()
         model.generate(**inputs, streamer=streamer, **options)
@@ -127,11 +132,12 @@ def run(args: argparse.Namespace) -> int:
     prefill = streamer.first_time - start
     decode = streamer.last_time - streamer.first_time
     per_second = (streamer.num_tokens - 1) / decode if decode > 0 else None
-    result = {"model": args.model, "attention": "dense" if args.dense else "msa", "prompt_tokens": num_prompt,
+    result = {"model": args.model, "attention": "dense" if args.dense else "msa", "device": place.device, "device_name": place.name,
+              "dtype": place.dtype, "prompt_tokens": num_prompt,
               "new_tokens": streamer.num_tokens, "text": streamer.text, "prefill_s": prefill, "decode_s": decode,
               "decode_tokens_per_s": per_second, "threads": torch.get_num_threads()}
-    line = (f"{result['attention']}: prompt of {num_prompt:,} tokens read in {prefill:.2f} s ({num_prompt / prefill:,.0f} tokens/s), "
-            f"{streamer.num_tokens} tokens written in {decode:.2f} s")
+    line = (f"{result['attention']} on {place.name} ({place.dtype}): prompt of {num_prompt:,} tokens read in {prefill:.2f} s "
+            f"({num_prompt / prefill:,.0f} tokens/s), {streamer.num_tokens} tokens written in {decode:.2f} s")
     if per_second is not None:
         line += f" ({per_second:.1f} tokens/s)"
     if not args.dense:

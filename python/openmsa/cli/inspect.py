@@ -5,7 +5,7 @@ import importlib.util
 import pathlib
 
 from .common import EXIT_OK, BadInputError, comma_ints, emit_json, note, print_table, progress, wants_tables
-from .models import add_model_arguments, load_model, read_text, to_sparse
+from .models import add_model_arguments, load_on_device, read_text
 
 HELP = "Draw which key blocks each group chose for each query token: a PNG and an HTML page that needs nothing else."
 EXAMPLES = """\
@@ -128,14 +128,13 @@ def picture_from_model(args: argparse.Namespace):
         raise BadInputError(f"'{args.source}' is not a .npz or .safetensors file, so it is taken as a model, and a model needs a text: "
                             "add --text or --text-file")
     text = args.text if args.text is not None else read_text(args.text_file)
-    model, tokenizer = load_model(args.source, args)
-    model = to_sparse(model, args)
+    model, tokenizer, place = load_on_device(args.source, args)
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :max(1, args.max_tokens)]
     if ids.shape[1] == 0:
         raise BadInputError("the text has no tokens")
     with torch.inference_mode(), progress(args, f"reading {ids.shape[1]:,} tokens", None), \
             hf.record_selection(model, max_queries=MAX_ROWS, with_quality=False) as recorder:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        model(input_ids=ids.to(place.device), use_cache=False, logits_to_keep=1)
     chosen = chosen_layers(args, sorted(recorder.selections), "the sparse layers are")
     layers = []
     for layer in chosen:
@@ -146,8 +145,9 @@ def picture_from_model(args: argparse.Namespace):
     is_llama = hasattr(text_config, "msa_options")
     block_size = text_config.msa_options.block_size if is_llama else text_config.index_block_size
     tokens = [tokenizer.decode([token]) for token in ids[0].tolist()]
-    return SelectionPicture(title=f"Blocks chosen by {pathlib.Path(args.source).name}", block_size=block_size, num_keys=ids.shape[1],
-                            layers=layers, tokens=tokens)
+    picture = SelectionPicture(title=f"Blocks chosen by {pathlib.Path(args.source).name}", block_size=block_size,
+                               num_keys=ids.shape[1], layers=layers, tokens=tokens)
+    return picture, place
 
 
 def summary_rows(picture) -> list[dict]:
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     if args.format in ("both", "png") and importlib.util.find_spec("matplotlib") is None:
         raise BadInputError("the PNG needs matplotlib, which is not installed; install it with: pip install 'openmsa[plot]', or "
                             "use --format html")
-    picture = picture_from_file(source, args) if from_file else picture_from_model(args)
+    picture, place = (picture_from_file(source, args), None) if from_file else picture_from_model(args)
     stem = pathlib.Path(args.output) if args.output else source.with_suffix("") if from_file else pathlib.Path("selection")
     stem.parent.mkdir(parents=True, exist_ok=True)
     written = []
@@ -193,7 +193,8 @@ def run(args: argparse.Namespace) -> int:
         print_table(picture.title, ["layer", "group", "queries", "blocks per query", "mean blocks back", "keep block 0"],
                     [[r["layer"], str(r["group"]), str(r["queries"]), f"{r['blocks_per_query']:.1f}", f"{r['mean_blocks_back']:.1f}",
                       f"{100 * r['block_0_share']:.0f}%"] for r in rows], right=(1, 2, 3, 4, 5))
-    note(args, "wrote " + " and ".join(written))
-    emit_json(args, {"source": args.source, "block_size": picture.block_size, "num_keys": picture.num_keys, "files": written,
+    note(args, ("" if place is None else f"read on {place.name} ({place.dtype}); ") + "wrote " + " and ".join(written))
+    ran = {} if place is None else {"device": place.device, "device_name": place.name, "dtype": place.dtype}
+    emit_json(args, {"source": args.source, **ran, "block_size": picture.block_size, "num_keys": picture.num_keys, "files": written,
                      "rows": rows})
     return EXIT_OK

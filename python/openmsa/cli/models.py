@@ -7,11 +7,13 @@ import io
 import pathlib
 import sys
 
-from .common import BadInputError, torch_dtype
+from .common import BadInputError, add_device_argument, choose_device, cpu_place, note, torch_dtype
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of weights and cache")
+    add_device_argument(parser)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None,
+                        help="dtype of weights and cache (default: bfloat16 on a GPU, float32 on the CPU)")
     parser.add_argument("--threads", type=int, default=None, metavar="N", help="CPU threads")
     group = parser.add_argument_group("sparse attention")
     group.add_argument("--block-size", type=int, default=128, metavar="N", help="tokens in a block")
@@ -21,7 +23,28 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dense-layers", type=int, default=0, metavar="N", help="the first N layers stay dense")
 
 
-def load_model(name: str, args: argparse.Namespace):
+def load_on_device(name: str, args: argparse.Namespace, sparse: bool = True):
+    """(model, tokenizer, where it runs), the model with MSA layers or with its own dense attention."""
+    import openmsa.hf as hf
+
+    place = choose_device(args)
+    model, tokenizer = load_model(name, args, place.dtype)
+    if sparse:
+        model = to_sparse(model, args)
+        reason = hf.why_not_on_gpu(model) if place.device == "cuda" else ""
+        if reason and args.device == "cuda":
+            raise BadInputError(f"--device cuda: {reason}. Choose what the GPU kernels take (`openmsa info` lists it), or --device cpu")
+        if reason:
+            # Loaded anew, since weights rounded to bfloat16 do not become float32 again.
+            place = cpu_place(args, reason)
+            model, tokenizer = load_model(name, args, place.dtype)
+            model = to_sparse(model, args)
+    if place.note:
+        note(args, f"note: {place.note}")
+    return model.to(place.device), tokenizer, place
+
+
+def load_model(name: str, args: argparse.Namespace, dtype: str):
     """(model with its own dense attention, tokenizer)."""
     import torch
 
@@ -56,7 +79,7 @@ def load_model(name: str, args: argparse.Namespace):
     try:
         with quiet:
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-            model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch_dtype(args.dtype))
+            model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch_dtype(dtype))
     except (OSError, ValueError) as error:
         if isinstance(error, openmsa.Error):
             raise
