@@ -376,22 +376,25 @@ def test_inspect_refuses_what_it_cannot_read(tmp_path, capsys):
 
 # --- with a model ------------------------------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> pathlib.Path:
-    """A tiny random Llama with a tokenizer of single characters."""
+def make_model(folder: pathlib.Path, hidden_size: int) -> pathlib.Path:
+    """A tiny random Llama, of four heads, with a tokenizer of single characters."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    folder = tmp_path_factory.mktemp("model")
     letters = {token: i for i, token in enumerate(["<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz ."])}
     plain = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
     plain.decoder = tokenizers.decoders.Fuse()
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=len(letters), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    config = transformers.LlamaConfig(vocab_size=len(letters), hidden_size=hidden_size, intermediate_size=96, num_hidden_layers=2,
                                       num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
                                       bos_token_id=0, eos_token_id=None)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> pathlib.Path:
+    return make_model(tmp_path_factory.mktemp("model"), hidden_size=64)
 
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 6
