@@ -138,9 +138,14 @@ def run_sparse(
     q, k, v, q_idx, k_idx = _ready(runtime, layer_idx, config, num_slots, q, k, v, q_idx, k_idx)
     keys = _store(plan, config, cache_layer, k, v, k_idx)
     q, q_idx = plan.pack_queries(q), plan.pack_queries(q_idx)
-    block_ids = _select(q_idx, keys.k_idx, keys.batch, config, num_slots, runtime.backend)
-    attend = openmsa.sparse_decode if keys.batch.max_seqlen_q <= max_decode_queries(q) else openmsa.sparse_attention
-    out = attend(q, keys.k, keys.v, block_ids, keys.batch, config, backend=runtime.backend)
+    if num_slots == 1:
+        out, block_ids = openmsa.msa_attention(
+            q, keys.k, keys.v, q_idx, keys.k_idx, keys.batch, config, return_block_ids=True, backend=runtime.backend
+        )
+    else:
+        block_ids = _select_by_slot(q_idx, keys.k_idx, keys.batch, config, num_slots, runtime.backend)
+        attend = openmsa.sparse_decode if keys.batch.max_seqlen_q <= max_decode_queries(q) else openmsa.sparse_attention
+        out = attend(q, keys.k, keys.v, block_ids, keys.batch, config, backend=runtime.backend)
     stats = runtime.stats[layer_idx]
     stats.calls += 1
     stats.sparse_queries += q.shape[0]
@@ -150,10 +155,8 @@ def run_sparse(
     return plan.unpack_queries(out)
 
 
-def _select(q_idx, k_idx, batch, config: openmsa.MsaConfig, num_slots: int, backend: str) -> torch.Tensor:
-    """block_ids [T, Hkv, k]. With slots, group g is scored against its own slice of the index keys, a view."""
-    if num_slots == 1:
-        return openmsa.index_select(q_idx, k_idx, batch, config, backend=backend)
+def _select_by_slot(q_idx, k_idx, batch, config: openmsa.MsaConfig, num_slots: int, backend: str) -> torch.Tensor:
+    """block_ids [T, Hkv, k]: group g is scored against its own slice of the index keys, a view."""
     dim = config.index_dim // num_slots
     one_group = dataclasses.replace(
         config, num_q_heads=config.group_size, num_kv_heads=1, index_dim=dim, softmax_scale=None, index_scale=None
