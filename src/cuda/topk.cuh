@@ -119,7 +119,8 @@ struct WarpTopK {
       bound = kth_of_lanes(lane_max, k);
     } else {
       bound = order_score(static_cast<std::uint32_t>(threshold >> 32));
-      if (bound > -INFINITY && !__any_sync(0xffffffffu, lane_max > bound)) return;
+      // A forced block beats a score of +inf, so that +inf alone is no reason to stop.
+      if (bound > -INFINITY && bound < INFINITY && !__any_sync(0xffffffffu, lane_max > bound)) return;
     }
     std::uint32_t passed = 0;
     if (bound > -INFINITY) {
