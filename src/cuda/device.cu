@@ -5,11 +5,15 @@
 #include <string>
 
 #include "cuda/device.hpp"
+#include "cuda/fault.hpp"
+#include "cuda/launch.hpp"
 
 namespace openmsa::cuda {
 namespace {
 
 constexpr int kMajor = 9, kMinor = 0;  // sm_90a: the "a" binds the code to exactly this compute capability
+
+__device__ std::int32_t claim = 0;
 
 // Never launched. Its attributes can be read only if this build's device code loads on the current GPU.
 __global__ void probe_kernel() {}
@@ -73,6 +77,12 @@ DeviceStatus device_status() {
   status.available = !usable.empty();
   status.detail = status.available ? usable : "no usable CUDA device: " + unusable;
   return status;
+}
+
+std::int32_t* fault_claim() {
+  void* address = nullptr;
+  check(cudaGetSymbolAddress(&address, claim), "cudaGetSymbolAddress");
+  return static_cast<std::int32_t*>(address);
 }
 
 }  // namespace openmsa::cuda

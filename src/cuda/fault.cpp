@@ -1,6 +1,7 @@
 #include "cuda/fault.hpp"
 
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <string>
 
@@ -56,9 +57,11 @@ Fault* device_fault(std::int32_t device) {
   const std::lock_guard lock(mutex);
   Fault*& record = records.at(static_cast<std::size_t>(device));
   if (record == nullptr) {
+    const DeviceGuard guard(device);
+    std::int32_t* claim = fault_claim();
     check(cudaHostAlloc(reinterpret_cast<void**>(&record), sizeof(Fault), cudaHostAllocMapped | cudaHostAllocPortable),
           "cudaHostAlloc");
-    *record = Fault{};
+    *record = Fault{.code = 0, .ready = 0, .generation = 1, .claim = claim, .where = 0, .first = 0, .second = 0};
   }
   return record;  // unified addressing: the same pointer on the device
 }
@@ -66,9 +69,11 @@ Fault* device_fault(std::int32_t device) {
 void throw_device_fault(std::int32_t device) {
   volatile Fault* record = device_fault(device);
   if (record->ready == 0) return;
-  const Fault found{record->code, 1, record->where, record->first, record->second};
+  const Fault found{record->code, 1, 0, nullptr, record->where, record->first, record->second};
   record->ready = 0;
-  record->code = 0;
+  // Only now may the next fault be reported.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  record->generation = record->generation + 1;
   const char* argument = "";
   const std::string text = describe(found, &argument);
   throw Error(ErrorCode::kInvalidArgument, argument,

@@ -18,25 +18,32 @@ enum class FaultCode : std::int32_t {
 };
 
 struct Fault {
-  std::int32_t code;   // FaultCode; set last by nobody: claimed by the first reporter, fields follow
-  std::int32_t ready;  // 1 once the fields are there
+  std::int32_t code;        // FaultCode
+  std::int32_t ready;       // 1 once the fields are there
+  std::int32_t generation;  // faults told so far plus 1; the host counts
+  std::int32_t* claim;      // in device memory: the last generation that somebody reported in
   std::int64_t where, first, second;
 };
 
 #ifdef __CUDACC__
-// Out of line: it never runs in a sound program, and inlined it would cost every kernel registers.
-__device__ __noinline__ inline void report(Fault* fault, FaultCode code, std::int64_t where, std::int64_t first,
+// Out of line: it never runs in a sound program, and inlined it would cost every kernel registers. One reporter a generation gets
+// through, by an atomic in device memory: the bus to host memory need not know any.
+__device__ __noinline__ inline void report(volatile Fault* fault, FaultCode code, std::int64_t where, std::int64_t first,
                                            std::int64_t second) {
-  if (atomicCAS_system(&fault->code, 0, static_cast<std::int32_t>(code)) != 0) return;
+  const std::int32_t generation = fault->generation;
+  if (atomicMax(fault->claim, generation) >= generation) return;
+  fault->code = static_cast<std::int32_t>(code);
   fault->where = where;
   fault->first = first;
   fault->second = second;
   __threadfence_system();
-  atomicExch_system(&fault->ready, 1);
+  fault->ready = 1;
 }
 #endif
 
 // The record of a device, made on first use.
 Fault* device_fault(std::int32_t device);
+
+std::int32_t* fault_claim();  // on the current device
 
 }  // namespace openmsa::cuda
