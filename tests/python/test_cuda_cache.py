@@ -39,10 +39,10 @@ def attend(data: golden.Data, step, rows=slice(None), layer=0):
 
 
 def assert_same(found, want):
-    """Lists of exact data are equal; the rest up to the rounding of other tiles."""
+    """Lists of exact data are equal; the rest up to the rounding of other tiles and of the stores: one step of bfloat16."""
     for x, y in zip(found[:2], want[:2]):
         assert not x.isnan().any()
-        assert (x.float() - y.float()).abs().max() < 4e-3
+        torch.testing.assert_close(x.float(), y.float(), atol=4e-3, rtol=2**-7)
     assert torch.equal(found[2], want[2])
 
 
