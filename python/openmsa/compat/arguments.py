@@ -130,5 +130,5 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_ids: torch.Tensor, batch: Batch, sizes: MsaConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) by the path that suits the number of queries, as openmsa.msa_attention chooses it."""
-    run = ops.sparse_decode if batch.max_seqlen_q <= ops.MAX_DECODE_QUERIES else ops.sparse_attention
+    run = ops.sparse_decode if batch.max_seqlen_q <= ops.max_decode_queries(q) else ops.sparse_attention
     return run(q, k, v, block_ids, batch, sizes, return_lse=True)
