@@ -28,10 +28,9 @@ struct Fault {
 #ifdef __CUDACC__
 // Out of line: it never runs in a sound program, and inlined it would cost every kernel registers. One reporter a generation gets
 // through, by an atomic in device memory: the bus to host memory need not know any.
-__device__ __noinline__ inline void report(volatile Fault* fault, FaultCode code, std::int64_t where, std::int64_t first,
-                                           std::int64_t second) {
-  const std::int32_t generation = fault->generation;
-  if (atomicMax(fault->claim, generation) >= generation) return;
+__device__ __noinline__ inline void report(volatile Fault* fault, FaultCode code, std::int64_t where, std::int32_t first,
+                                           std::int32_t second) {
+  if (atomicMax(fault->claim, fault->generation) >= fault->generation) return;
   fault->code = static_cast<std::int32_t>(code);
   fault->where = where;
   fault->first = first;

@@ -24,7 +24,7 @@ struct UnionParams {
   std::int32_t* num_work;     // [1], zero at launch
 };
 
-__global__ void __launch_bounds__(128) smxx_union_kernel(const __grid_constant__ UnionParams params) {
+__global__ void __launch_bounds__(128, 8) smxx_union_kernel(const __grid_constant__ UnionParams params) {
   const int index = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (index >= params.num_tiles * params.num_groups) return;
   const QueryTile tile = params.tiles[index / params.num_groups];
