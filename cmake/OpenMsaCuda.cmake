@@ -14,6 +14,8 @@ if(NOT OPENMSA_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA_STANDARD 20)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     set(OPENMSA_HAVE_CUDA ON)
+    # What nvcc-strict builds on: ptxas tells what kernels use, and refuses those that spill or have a stack frame.
+    set(OPENMSA_STRICT_PTXAS "-Xptxas=-v,--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error")
   elseif(OPENMSA_CUDA STREQUAL "ON")
     message(FATAL_ERROR "OPENMSA_CUDA=ON, but no CUDA compiler was found; put nvcc on the PATH or set CMAKE_CUDA_COMPILER")
   endif()
