@@ -17,8 +17,8 @@ namespace {
 constexpr std::int64_t kChunkTokens = 16384;
 constexpr std::int32_t kMaxItem = 512;  // tokens of a work item; 256 to 2,048 measure within 3%
 constexpr std::int32_t kUnionTokens = 8;
-// A union step costs about as much as 4.5 (token, slot) pairs of the other way; see docs/kernels.md.
-std::int32_t union_limit(std::int32_t top_k) { return std::min(top_k * 7 / 4, kMaxUnion); }
+// A warpgroup's step in the tile kernel costs about as much as 2.3 (token, block) pairs of the other way; see docs/kernels.md.
+constexpr float kMaxStepsPerPair = 0.44f;
 
 struct Scratch {
   std::int64_t chunk;       // tokens
@@ -103,19 +103,34 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
                             s.plan.capacity,
                             config.num_kv_heads,
                             config.top_k,
-                            union_limit(config.top_k),
+                            kMaxStepsPerPair,
                             s.union_entries,
                             s.num_entries,
                             taken,
                             chunk_begin,
                             s.work,
                             s.num_work};
-    launch(smxx_union_kernel, dim3(blocks_for(std::int64_t{s.plan.capacity} * config.num_kv_heads, 4)), 128, 0, stream, false,
-           unite);
+    launch(smxx_union_kernel, dim3(blocks_for(std::int64_t{s.plan.capacity} * config.num_kv_heads, kUnionWarps)), 32 * kUnionWarps,
+           0, stream, false, unite);
   }
-  const InvertParams invert{batch,       ids,          stride_token,        stride_group, s.plan.block_begin, taken,
-                            chunk_begin, chunk_tokens, config.num_kv_heads, config.top_k, kMaxItem,           s.counts,
-                            s.offsets,   s.ranks,      s.entries,           s.items,      s.num_items};
+  InvertParams invert{};
+  invert.batch = batch;
+  invert.block_ids = ids;
+  invert.stride_token = stride_token;
+  invert.stride_group = stride_group;
+  invert.block_begin = s.plan.block_begin;
+  invert.taken = taken;
+  invert.chunk_begin = chunk_begin;
+  invert.chunk_tokens = chunk_tokens;
+  invert.num_groups = config.num_kv_heads;
+  invert.top_k = config.top_k;
+  invert.max_item = kMaxItem;
+  invert.counts = s.counts;
+  invert.offsets = s.offsets;
+  invert.ranks = s.ranks;
+  invert.entries = s.entries;
+  invert.items = s.items;
+  invert.num_items = s.num_items;
   launch(smxx_invert_count_kernel, dim3(blocks_for(slots, 256)), 256, 0, stream, false, invert);
   launch(smxx_invert_items_kernel, dim3(1), kScanThreads, 0, stream, false, invert);
   launch(smxx_invert_fill_kernel, dim3(blocks_for(slots, 256)), 256, 0, stream, false, invert);

@@ -87,7 +87,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+  // Through a shuffle, so that the compiler knows these to be the same for the whole warp and computes addresses once a warp.
+  const int warp_index = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int warpgroup = warp_index / 4;
   if (warpgroup == 0) {
     ptx::shrink_registers<Traits::kProducerRegisters>();
     if (threadIdx.x >= 32) return;
@@ -154,7 +156,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 
   ptx::grow_registers<Traits::kConsumerRegisters>();
-  const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32, quad = lane % 4;
+  const int consumer = warpgroup - 1, warp = warp_index % 4, quad = lane % 4;
+  const std::uint64_t desc_q = ptx::smem_descriptor(ptx::smem_address(smem_q), 16, 1024);
+  const std::uint64_t desc_k = ptx::smem_descriptor(ptx::smem_address(smem_k), 16, 1024);
+  const std::uint64_t desc_v = ptx::smem_descriptor(ptx::smem_address(smem_v), Traits::kBoxBytesKv, 1024);
+  const std::uint32_t entries_address = ptx::smem_address(stage_entries);
+  const int per_warp = 16 >> params.log_group;  // tokens
   int stage_count = 0;
   // A stage goes back to the producer once its store has read it, which is left to run under the next stage's work.
   int stage_held = -1;
@@ -180,23 +187,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // Stages go round the warpgroups across items, so that all stay equally loaded.
     const int first_stage = (consumer + Traits::kConsumers - stage_count % Traits::kConsumers) % Traits::kConsumers;
     for (int i = first_stage; i < num_stages; i += Traits::kConsumers) {
-      const int s = (stage_count + i) % kStages;
+      const int s = __shfl_sync(0xffffffffu, (stage_count + i) % kStages, 0);
+      const std::uint64_t stage_q = desc_q + static_cast<std::uint32_t>(s * Traits::kStageBytes / 16);
       ptx::mbarrier_wait(&q_full[s], ((stage_count + i) / kStages) & 1);
       // The tokens of this thread's two rows; with 16 heads a group both are the warp's one token.
       std::uint32_t entry[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        entry[r] = stage_entries[s * Traits::kRows + ((warp * 16 + lane / 4 + 8 * r) >> params.log_group)];
-      const std::uint32_t q = ptx::smem_address(smem_q + s * Traits::kStageBytes);
+        entry[r] =
+            ptx::load_shared(entries_address + (s * Traits::kRows + ((warp * 16 + lane / 4 + 8 * r) >> params.log_group)) * 4);
       float scores[kBlock / 2];
       ptx::wgmma_fence_operands(scores);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
         const std::uint32_t column = (step % 4) * 32;
-        ptx::WgmmaSS<T, kBlock>::template run<ptx::Major::kK>(
-            scores, ptx::smem_descriptor(q + (step / 4) * Traits::kBoxBytesQ + column, 16, 1024),
-            ptx::smem_descriptor(ptx::smem_address(smem_k) + (step / 4) * Traits::kBoxBytesKv + column, 16, 1024), step > 0);
+        ptx::WgmmaSS<T, kBlock>::template run<ptx::Major::kK>(scores, stage_q + ((step / 4) * Traits::kBoxBytesQ + column) / 16,
+                                                              desc_k + ((step / 4) * Traits::kBoxBytesKv + column) / 16, step > 0);
       }
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
@@ -261,8 +268,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kBlock / 16; ++step) {
-        ptx::WgmmaRS<T, Traits::kHeadDim>::template run<ptx::Major::kMN>(
-            out, p[step], ptx::smem_descriptor(ptx::smem_address(smem_v) + step * 16 * 128, Traits::kBoxBytesKv, 1024), step > 0);
+        ptx::WgmmaRS<T, Traits::kHeadDim>::template run<ptx::Major::kMN>(out, p[step], desc_v + step * 16 * 128 / 16, step > 0);
       }
       ptx::wgmma_commit();
 #pragma unroll
@@ -275,18 +281,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (i + Traits::kConsumers >= num_stages && lane == 0) ptx::mbarrier_arrive(v_empty);
 
       const auto partial_row = [&](std::uint32_t e) {
-        return (((e >> kSlotBits) * std::int64_t{params.num_groups} + item.group) * params.top_k + (e & ((1u << kSlotBits) - 1)))
+        return (((e >> kSlotBits) * params.num_groups + item.group) * params.top_k + (e & ((1u << kSlotBits) - 1)))
                << params.log_group;
       };
       float inverse[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        inverse[r] = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
-        if (quad == 0 && entry[r] != kNoToken) {
-          const int head = (lane / 4 + 8 * r) & ((1 << params.log_group) - 1);
-          params.partial_lse[partial_row(entry[r]) + head] =
-              row_sum[r] == 0.f ? -INFINITY : (offset[r] + log2f(row_sum[r])) * 0.6931471805599453f;
-        }
+        inverse[r] = row_sum[r] == 0.f ? 0.f : __fdividef(1.f, row_sum[r]);
       }
       // Back through this warp's own rows of the Q tile: 16 x 64 columns a half, 128-byte swizzled like the tensor map.
       unsigned char* tile = smem_q + s * Traits::kStageBytes + warp * 16 * 128;
@@ -306,18 +307,30 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
       ptx::fence_async_proxy();
       __syncwarp();
-      // One store a token: lane t of the warp's 16/Gp takes token t.
       release();
-      const int per_warp = 16 >> params.log_group;
-      const std::uint32_t mine = lane < per_warp ? stage_entries[s * Traits::kRows + warp * per_warp + lane] : kNoToken;
-      if (mine != kNoToken) {
-        for (int h = 0; h < kHalves; ++h) {
-          ptx::tma_store_2d(&map_partial, tile + h * Traits::kBoxBytesQ + lane * (128 << params.log_group), h * 64,
-                            static_cast<std::int32_t>(partial_row(mine)));
+      // One store a token; a warp holds 16/Gp.
+#pragma unroll 1
+      for (int t = 0; t < per_warp; ++t) {
+        const std::uint32_t token =
+            __shfl_sync(0xffffffffu, ptx::load_shared(entries_address + (s * Traits::kRows + warp * per_warp + t) * 4), 0);
+        if (token != kNoToken && lane == 0) {
+          for (int h = 0; h < kHalves; ++h) {
+            ptx::tma_store_2d(&map_partial, tile + h * Traits::kBoxBytesQ + t * (128 << params.log_group), h * 64,
+                              static_cast<std::int32_t>(partial_row(token)));
+          }
         }
       }
       ptx::bulk_commit();
       stage_held = s;
+      // After the fence, which would wait for these.
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (quad == 0 && entry[r] != kNoToken) {
+          const int head = (lane / 4 + 8 * r) & ((1 << params.log_group) - 1);
+          params.partial_lse[partial_row(entry[r]) + head] =
+              (offset[r] + log2_approx(row_sum[r])) * 0.6931471805599453f;  // log2 0 = -inf
+        }
+      }
     }
     // A warpgroup without a stage in this item still gives the buffers back.
     __syncwarp();

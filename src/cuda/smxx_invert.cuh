@@ -81,29 +81,40 @@ __global__ void __launch_bounds__(256) smxx_invert_fill_kernel(const __grid_cons
 __global__ void __launch_bounds__(kScanThreads) smxx_invert_items_kernel(const __grid_constant__ InvertParams params) {
   __shared__ int sums[32];
   const int blocks = params.block_begin[params.batch.num_seqs], total = params.num_groups * blocks;
-  int num_entries = 0, num_items = 0;
-  for (int base = 0; base < total; base += kScanThreads) {
-    const int key = base + threadIdx.x;
-    const int count = key < total ? params.counts[key] : 0;
-    const int cuts = (count + params.max_item - 1) / params.max_item;
+  constexpr int kRun = 4;  // consecutive keys a thread
+  int num_entries = 0, num_items = 0, seq = 0;
+  for (int base = 0; base < total; base += kRun * kScanThreads) {
+    const int first = base + static_cast<int>(threadIdx.x) * kRun;
+    int counts[kRun], entries = 0, items = 0;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      counts[i] = first + i < total ? params.counts[first + i] : 0;
+      entries += counts[i];
+      items += (counts[i] + params.max_item - 1) / params.max_item;
+    }
     int all_entries, all_items;
-    const int entry = num_entries + scan_prefix(count, sums, &all_entries);
-    int item = num_items + scan_prefix(cuts, sums, &all_items);
-    if (key < total) params.offsets[key] = entry;
-    if (cuts > 0) {
-      const int group = key / blocks, global = key % blocks;
-      int low = 0, high = params.batch.num_seqs;
-      while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (params.block_begin[middle] <= global)
-          low = middle;
-        else
-          high = middle;
+    int entry = num_entries + scan_prefix(entries, sums, &all_entries);
+    int item = num_items + scan_prefix(items, sums, &all_items);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if (first + i < total) params.offsets[first + i] = entry;
+      if (counts[i] == 0) continue;
+      const int group = (first + i) / blocks, global = (first + i) % blocks;
+      if (params.block_begin[seq] > global || params.block_begin[seq + 1] <= global) {
+        int low = 0, high = params.batch.num_seqs;
+        while (high - low > 1) {
+          const int middle = (low + high) / 2;
+          if (params.block_begin[middle] <= global)
+            low = middle;
+          else
+            high = middle;
+        }
+        seq = low;
       }
-      for (int c = 0; c < cuts; ++c, ++item) {
-        params.items[item] = {low, global - params.block_begin[low], group, entry + c * params.max_item,
-                              min(params.max_item, count - c * params.max_item)};
+      for (int c = 0; c < counts[i]; c += params.max_item, ++item) {
+        params.items[item] = {seq, global - params.block_begin[seq], group, entry + c, min(params.max_item, counts[i] - c)};
       }
+      entry += counts[i];
     }
     num_entries += all_entries;
     num_items += all_items;

@@ -14,6 +14,12 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
+__device__ inline float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 template <typename T>
 __device__ inline std::uint32_t pack2(float low, float high);
 template <>
