@@ -27,6 +27,7 @@ LAYOUTS = {
     "empty sequences": ([0, 7, 0, 130, 0], [5, 7, 0, 300, 0]),
     "chunk after a prefix": ([200], [2175]),
     "edges of sparsity": ([2049], [2049]),
+    "listed lengths": ([20] * 5, [2047, 2048, 2050, 2175, 8320]),
     "more queries than keys": ([40], [10]),
     "layout mix-up": ([4], [700]),
 }
