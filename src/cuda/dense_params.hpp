@@ -7,7 +7,7 @@ namespace openmsa::cuda {
 
 struct DenseParams {
   BatchParams batch;
-  const QueryTile* tiles;  // [num_tiles]; dense: longest first
+  const QueryTile* tiles;  // [num_tiles], each of dense_tile_tokens(); dense: longest first
   std::int32_t num_tiles;
   // Union mode only (see smxx_union.cuh); work is tile * Hkv + group.
   const std::int32_t* work;                        // [num_work]
@@ -24,10 +24,18 @@ struct DenseParams {
   std::int32_t num_groups;             // Hkv
   std::int32_t group_size, log_group;  // G, and log2 of Gp: G rounded up to a power of two, at most 16
   float scale, scale_log2;             // softmax_scale, times log2(e)
+  float slack;                         // how far a raw score may exceed its row's offset: kSlack / scale_log2
 };
 
-// kPlain and kBlockMax walk every visible block; kUnion walks the union of a tile's selection lists.
-enum class DenseMode { kPlain, kBlockMax, kUnion };
+// kPlain, kPaired and kBlockMax walk every visible block, kPaired by clusters of two CTAs with a tile of two CTAs' tokens; kUnion
+// walks the union of a tile's selection lists.
+enum class DenseMode { kPlain, kBlockMax, kUnion, kPaired };
+inline constexpr int kDenseRows = 128;  // query rows of a CTA: tokens times heads of a group
 inline constexpr int kMaxUnion = 32;
+// In powers of two: probabilities before the final division stay below 2^8, in range of fp16 and of no weight in fp32 sums.
+inline constexpr float kSlack = 8.f;
+
+constexpr int dense_cluster(DenseMode mode) { return mode == DenseMode::kPaired ? 2 : 1; }
+constexpr std::int32_t dense_tile_tokens(DenseMode mode, int log_group) { return dense_cluster(mode) * (kDenseRows >> log_group); }
 
 }  // namespace openmsa::cuda

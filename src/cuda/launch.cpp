@@ -58,12 +58,14 @@ CUtensorMap make_tensor_map(const void* data, DType dtype, std::initializer_list
   return map;
 }
 
-CUtensorMap key_map(const core::KeyBlocks& keys, const core::Geometry& geo, std::int32_t dim, std::int32_t num_heads) {
+CUtensorMap key_map(const core::KeyBlocks& keys, const core::Geometry& geo, std::int32_t dim, std::int32_t num_heads,
+                    std::int32_t box_tokens) {
   const bool paged = geo.paged();
   // Axes of length 1 may carry any stride; the encoder wants multiples of 16.
   const std::int64_t head_stride = num_heads > 1 ? keys.stride_head : 16;
   return make_tensor_map(keys.data, keys.dtype, {dim, paged ? geo.block_size : geo.total_k, num_heads, paged ? geo.num_pages : 1},
-                         {keys.stride_token, head_stride, paged ? keys.stride_page : 16}, {64, geo.block_size, 1, 1});
+                         {keys.stride_token, head_stride, paged ? keys.stride_page : 16},
+                         {64, box_tokens > 0 ? box_tokens : geo.block_size, 1, 1});
 }
 
 BatchParams batch_params(const core::Geometry& geo) {

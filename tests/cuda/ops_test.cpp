@@ -41,6 +41,10 @@ std::vector<Shape> shapes() {
       {"Group3Dim64", make_config(2, 3, 64, 64, 64, 4), layout_of({50, 9}, {400, 9}, true)},
       {"Group5Dim96", make_config(2, 5, 96, 96, 128, 4), layout_of({45, 33}, {600, 33}, false), DType::kF16},
       {"Group1Strided", make_config(3, 1, 128, 64, 64, 4, 1, 2), layout_of({60, 0, 20}, {60, 3, 330}, true, {}, true)},
+      // Long enough for pairs of CTAs in dense attention, the last pair half empty.
+      {"PairedDim64", make_config(2, 16, 64, 64, 128, 4), layout_of({134}, {700}, true)},
+      {"PairedDim96", make_config(1, 8, 96, 96, 64, 4), layout_of({261}, {400}, false), DType::kF16},
+      {"PairedStrided", make_config(2, 13, 128, 64, 64, 4), layout_of({130, 0, 300}, {260, 5, 310}, false, {}, true)},
       {"GivenPositions", make_config(2, 4, 64, 96, 64, 4), layout_of({40, 40, 9}, {300, 30, 70}, false, {100, 0, -4}, true)},
       // Few queries: the other kernels of score and select.
       {"Decode", reference, layout_of({1, 4, 0, 1}, {500, 1300, 7, 129}, true)},

@@ -26,12 +26,27 @@ __device__ inline void wgmma_fence_operands(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Keeps what `value` was computed from before what follows. ptxas hoists a wait for wgmma over all arithmetic that
+// does not touch the accumulators, which is then idle time; it moves nothing across a nanosleep, and this one is never taken.
+__device__ inline void schedule_after(float value) {
+  asm volatile("{.reg .pred p; setp.gt.f32 p, %0, 0f7F800000; @p nanosleep.u32 0;}" ::"f"(value) : "memory");
+}
+
 // Descriptor of a 128-byte-swizzled tile. `leading` and `stride` are the byte distances between 64-element columns of atoms and
 // between groups of 8 rows; the tile's first row must be 1024-byte aligned (steps along the row inside an atom are allowed).
 __device__ inline std::uint64_t smem_descriptor(std::uint32_t address, std::uint32_t leading, std::uint32_t stride) {
   return (std::uint64_t{1} << 62) | (std::uint64_t{stride >> 4} << 32) | (std::uint64_t{leading >> 4} << 16) |
          ((address & 0x3ffffu) >> 4);
 }
+
+// The descriptor `bytes` further on. The caller computes one base a tile and steps from it by constants: tens of uniform instructions
+// between two wgmmas would outlast the first of them.
+__device__ inline std::uint64_t smem_descriptor_step(std::uint64_t base, std::uint32_t bytes) {
+  const std::uint32_t low = static_cast<std::uint32_t>(base) + (bytes >> 4);
+  return base >> 32 << 32 | low;
+}
+// Tells the compiler that a value is the same in the whole warp, so that what follows from it stays in uniform registers.
+__device__ inline std::uint32_t warp_uniform(std::uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 enum class Major { kK = 0, kMN = 1 };
 
