@@ -2,12 +2,15 @@
 
 #include <algorithm>
 
+#include "cuda/dense_params.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/smxx_repair.cuh"
 
 namespace openmsa::cuda {
 namespace {
+
+static_assert(dense_tile_tokens(DenseMode::kPaired, 0) <= kRepairReach);
 
 template <typename Params>
 void launch_repair(const Params& params, const TensorView& block_ids) {
