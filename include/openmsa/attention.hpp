@@ -33,6 +33,24 @@ void sparse_attention(const SparseAttentionArgs& args);
 void sparse_decode(const SparseAttentionArgs& args);
 std::size_t workspace_bytes(const SparseAttentionArgs& args);  // enough for either
 
+// index_select and sparse_decode in one call: a whole decode step (few query tokens per sequence) of one layer, in one launch on a
+// GPU. out and lse are those of the two single calls with the same lists.
+struct MsaDecodeArgs {
+  MsaConfig config{};
+  Batch batch{};
+  TensorView q{};          // in:  [T, Hq, D] f32 | bf16 | f16
+  TensorView k{};          // in:  [S, Hkv, D], or paged [num_pages, Hkv, Bk, D]; dtype of q
+  TensorView v{};          // in:  like k
+  TensorView q_idx{};      // in:  [T, Hkv, Di], dtype of q
+  TensorView k_idx{};      // in:  [S, Di], or paged [num_pages, Bk, Di]; dtype of q
+  TensorView out{};        // out: [T, Hq, D], dtype of q
+  TensorView lse{};        // out: [T, Hq] f32; optional
+  TensorView block_ids{};  // out: [T, Hkv, k] int32; optional
+  RunOptions options{};
+};
+void msa_decode(const MsaDecodeArgs& args);
+std::size_t workspace_bytes(const MsaDecodeArgs& args);
+
 // Causal attention over every visible key; same formulas.
 struct DenseAttentionArgs {
   MsaConfig config{};  // top_k and the index fields are not used

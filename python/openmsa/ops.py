@@ -197,10 +197,12 @@ def msa_attention(
     if config is None:
         config = _config_from_shapes(q, k, q_idx)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
-    block_ids = family.index_select(q_idx, k_idx, *call)
-    attend = family.sparse_decode if batch.max_seqlen_q <= max_decode_queries(q) else family.sparse_attention
-    # The lists come from index_select, but page ids are still the caller's, so they are checked again unless trusted.
-    out, lse = attend(q, k, v, block_ids, *call)
+    if batch.max_seqlen_q <= max_decode_queries(q):
+        out, lse, block_ids = family.msa_decode(q, k, v, q_idx, k_idx, return_block_ids, *call)
+    else:
+        block_ids = family.index_select(q_idx, k_idx, *call)
+        # The lists come from index_select, but page ids are still the caller's, so they are checked again unless trusted.
+        out, lse = family.sparse_attention(q, k, v, block_ids, *call)
     extras = ((lse,) if return_lse else ()) + ((block_ids,) if return_block_ids else ())
     return (out, *extras) if extras else out
 

@@ -80,6 +80,38 @@ void run_sparse(const char* stage, const std::vector<core::Kernel<core::SparseAt
   api::run(api::Call<core::SparseAttentionParams>{call.params, &kernel}, args.options);
 }
 
+api::Call<core::MsaDecodeParams> prepare(const MsaDecodeArgs& args, Mode mode) {
+  args.config.validate();
+  api::require_index_dim(args.config);
+  Checker checker(args.options, mode);
+  const MsaConfig config = api::with_defaults(args.config);
+  const Tensors tensors = check_tensors(checker, args, config);
+  const api::Axis tokens = api::tokens_of(tensors.q, "q.shape[0]");
+  const TensorView q_idx =
+      checker.tensor("q_idx", args.q_idx, api::kFloatDTypes, {tokens, api::kv_heads(config), api::index_row(config)}, Role::kInput);
+  const TensorView k_idx = api::check_keys(checker, "k_idx", args.k_idx, tensors.batch, config, 0, api::index_row(config));
+  const TensorView block_ids = checker.optional_tensor("block_ids", args.block_ids, core::dtype_bit(DType::kI32),
+                                                       {tokens, api::kv_heads(config), api::slots(config)}, Role::kOutput);
+  api::check_same_dtype("q_idx", q_idx, "q", tensors.q);
+  api::check_same_dtype("k_idx", k_idx, "q", tensors.q);
+  if (k_idx.shape[0] != tensors.k.shape[0]) {
+    api::refuse("k_idx", "has shape " + api::shape_text(k_idx) + ", but k has " + api::shape_text(tensors.k) +
+                             "; their first axes must agree, an index key belonging to every key. Pass the k_idx of the same "
+                             "tokens or pages.");
+  }
+  const Backend backend = checker.device();
+  core::Request request = request_of(config, tensors.q.dtype, config.top_k);
+  request.index_dim = config.index_dim;
+  const auto& kernel =
+      api::require_kernel("msa_decode", core::kernels<core::MsaDecodeParams>(), args.options.backend, backend, request);
+  core::Geometry geo = api::make_geometry(tensors.batch, config, "q", tensors.q.shape[0]);
+  api::check_key_extent(checker, "k", tensors.k, geo);
+  checker.overlap();
+  return {{config, geo, tensors.q, core::KeyBlocks::of(tensors.k, geo.paged()), core::KeyBlocks::of(tensors.v, geo.paged()), q_idx,
+           core::KeyBlocks::of(k_idx, geo.paged()), tensors.out, tensors.lse, block_ids, checker.context()},
+          &kernel};
+}
+
 api::Call<core::DenseAttentionParams> prepare(const DenseAttentionArgs& args, Mode mode) {
   args.config.validate();
   Checker checker(args.options, mode);
@@ -122,6 +154,9 @@ std::size_t workspace_bytes(const SparseAttentionArgs& args) {
   if (!found) api::refuse_unsupported("sparse_attention", args.options.backend, call.backend, why_not);
   return bytes;
 }
+
+void msa_decode(const MsaDecodeArgs& args) { api::run(prepare(args, Mode::kRun), args.options); }
+std::size_t workspace_bytes(const MsaDecodeArgs& args) { return api::scratch_bytes(prepare(args, Mode::kSize)); }
 
 void dense_attention(const DenseAttentionArgs& args) { api::run(prepare(args, Mode::kRun), args.options); }
 std::size_t workspace_bytes(const DenseAttentionArgs& args) { return api::scratch_bytes(prepare(args, Mode::kSize)); }

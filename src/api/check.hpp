@@ -40,6 +40,8 @@ inline Axis slots(const MsaConfig& config) { return {"k", config.top_k, "config.
 
 // The config with its default scales filled in, as kernels get it.
 MsaConfig with_defaults(const MsaConfig& config);
+// Refuses a config without an index branch where the call needs one.
+void require_index_dim(const MsaConfig& config);
 
 inline constexpr std::uint32_t kFloatDTypes = core::kStorageDTypes | core::dtype_bit(DType::kF64);
 

@@ -58,4 +58,10 @@ MsaConfig api::with_defaults(const MsaConfig& config) {
   return result;
 }
 
+void api::require_index_dim(const MsaConfig& config) {
+  if (config.index_dim >= 1) return;
+  refuse("config.index_dim",
+         "is " + std::to_string(config.index_dim) + "; the index branch needs at least 1. Set it to the width of the index keys.");
+}
+
 }  // namespace openmsa

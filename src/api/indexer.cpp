@@ -12,15 +12,9 @@ using api::Checker;
 using api::Mode;
 using api::Role;
 
-void require_index_dim(const MsaConfig& config) {
-  if (config.index_dim >= 1) return;
-  api::refuse("config.index_dim", "is " + std::to_string(config.index_dim) +
-                                      "; the index branch needs at least 1. Set it to the width of the index keys.");
-}
-
 api::Call<core::BlockScoresParams> prepare(const BlockScoresArgs& args, Mode mode) {
   args.config.validate();
-  require_index_dim(args.config);
+  api::require_index_dim(args.config);
   Checker checker(args.options, mode);
   const MsaConfig config = api::with_defaults(args.config);
   const TensorView q_idx = checker.tensor("q_idx", args.q_idx, api::kFloatDTypes,
@@ -69,7 +63,7 @@ api::Call<core::SelectBlocksParams> prepare(const SelectBlocksArgs& args, Mode m
 
 api::Call<core::IndexSelectParams> prepare(const IndexSelectArgs& args, Mode mode) {
   args.config.validate();
-  require_index_dim(args.config);
+  api::require_index_dim(args.config);
   Checker checker(args.options, mode);
   const MsaConfig config = api::with_defaults(args.config);
   const TensorView q_idx = checker.tensor("q_idx", args.q_idx, api::kFloatDTypes,

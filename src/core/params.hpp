@@ -52,6 +52,19 @@ struct SparseAttentionParams {
   Context context;
 };
 
+struct MsaDecodeParams {
+  MsaConfig config;
+  Geometry geo;
+  TensorView q;          // [T, Hq, D]
+  KeyBlocks k, v;        // [S, Hkv, D] or [num_pages, Hkv, Bk, D]
+  TensorView q_idx;      // [T, Hkv, Di]
+  KeyBlocks k_idx;       // [S, Di] or [num_pages, Bk, Di]
+  TensorView out;        // [T, Hq, D]
+  TensorView lse;        // [T, Hq] f32 (f64 on the reference backend), may be absent
+  TensorView block_ids;  // [T, Hkv, k] int32, may be absent
+  Context context;
+};
+
 struct DenseAttentionParams {
   MsaConfig config;
   Geometry geo;

@@ -28,9 +28,16 @@ constexpr Limits kCudaSelectLimits{.dtypes = dtype_bit(DType::kF32), .top_k = kC
 constexpr Limits kCudaIndexLimits{.dtypes = kHalfDTypes, .index_dim = kCudaDim, .block_size = kCudaBlock, .top_k = kCudaTopK};
 constexpr Limits kCudaSparseLimits{
     .dtypes = kHalfDTypes, .head_dim = kCudaDim, .block_size = kCudaBlock, .top_k = kCudaTopK, .group_size = kCudaGroup};
+constexpr Limits kCudaMsaLimits{.dtypes = kHalfDTypes,
+                                .head_dim = kCudaDim,
+                                .index_dim = kCudaDim,
+                                .block_size = kCudaBlock,
+                                .top_k = kCudaTopK,
+                                .group_size = kCudaGroup};
 constexpr Limits kCudaDenseLimits{.dtypes = kHalfDTypes, .head_dim = kCudaDim, .block_size = kCudaBlock, .group_size = kCudaGroup};
 #endif
 
+constexpr Limits kCpuMsaLimits{.head_dim = kCpuDim, .index_dim = kCpuDim, .block_size = kCpuBlock, .top_k = kCpuTopK};
 constexpr Limits kCpuDenseLimits{.head_dim = kCpuDim, .block_size = kCpuBlock};
 
 std::string describe(const Range& range) {
@@ -143,6 +150,18 @@ const std::vector<Kernel<SparseAttentionParams>>& decode_kernels() {
 #endif
     {Backend::kCpu, "cpu_decode", kCpuSparseLimits, cpu::sparse_decode, cpu::sparse_decode_reserve},
     {Backend::kReference, "reference_attend", kOracleLimits, reference::sparse_attention, nullptr},
+  };
+  return table;
+}
+
+template <>
+const std::vector<Kernel<MsaDecodeParams>>& kernels() {
+  static const std::vector<Kernel<MsaDecodeParams>> table = {
+#if OPENMSA_HAVE_CUDA
+    {Backend::kCuda, "smxx_msa_decode", kCudaMsaLimits, cuda::msa_decode, cuda::msa_decode_reserve},
+#endif
+    {Backend::kCpu, "cpu_msa_decode", kCpuMsaLimits, cpu::msa_decode, cpu::msa_decode_reserve},
+    {Backend::kReference, "reference_msa_decode", kOracleLimits, reference::msa_decode, reference::msa_decode_reserve},
   };
   return table;
 }

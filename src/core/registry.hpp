@@ -56,6 +56,8 @@ const std::vector<Kernel<IndexSelectParams>>& kernels();
 template <>
 const std::vector<Kernel<SparseAttentionParams>>& kernels();  // prefill
 template <>
+const std::vector<Kernel<MsaDecodeParams>>& kernels();
+template <>
 const std::vector<Kernel<DenseAttentionParams>>& kernels();
 const std::vector<Kernel<SparseAttentionParams>>& decode_kernels();
 

@@ -1,38 +1,55 @@
 #include <algorithm>
+#include <limits>
 
+#include "core/two_step_decode.hpp"
 #include "cuda/cuda.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/launch.hpp"
+#include "cuda/score.hpp"
+#include "cuda/select.hpp"
 #include "cuda/smxx_decode.cuh"
 
 namespace openmsa::cuda {
 namespace {
 
-// Query tokens per launch: partials take Hkv * k * 16 * D * 4 bytes a token, 512 MiB at the reference shape.
-constexpr std::int64_t kChunkTokens = 1024;
+constexpr std::int64_t kMaxUnits = std::int64_t{1} << 24;  // a launch
 
 struct Scratch {
-  std::int64_t chunk;
+  std::int64_t chunk;  // query tokens a launch
+  std::int32_t num_splits;
   float* partial;
   float2* stats;
+  std::int32_t* arrivals;
 };
 
-Scratch reserve(const core::SparseAttentionParams& params) {
-  core::Arena& arena = *params.context.arena;
-  const std::int64_t chunk = std::min(params.geo.total_q, kChunkTokens);
-  const auto pairs = static_cast<std::size_t>(chunk * params.config.num_kv_heads);
-  const std::size_t splits = pairs * static_cast<std::size_t>(params.config.top_k);
-  return {chunk, arena.take<float>(splits * 16 * static_cast<std::size_t>(params.config.head_dim)),
-          arena.take<float2>(splits * 16)};
+// Into how many units of slots a (token, group) is cut: as many as keep all CTAs equally busy, a unit having a fixed cost of about
+// two blocks (its selection, the start of its loads, its merge).
+std::int32_t choose_splits(std::int64_t rows, std::int32_t top_k) {
+  std::int32_t best = 1;
+  std::int64_t best_cost = std::numeric_limits<std::int64_t>::max();
+  for (std::int32_t splits = 1; splits <= top_k; ++splits) {
+    const std::int64_t waves = (rows * splits + num_multiprocessors() - 1) / num_multiprocessors();
+    const std::int64_t cost = waves * ((top_k + splits - 1) / splits + 2);
+    if (cost < best_cost) best = splits, best_cost = cost;
+  }
+  return best;
 }
 
-}  // namespace
+Scratch reserve(core::Arena& arena, std::int64_t total_q, const MsaConfig& config) {
+  const std::int64_t chunk =
+      std::min<std::int64_t>(total_q, std::max<std::int64_t>(kMaxUnits / (config.num_kv_heads * config.top_k), 1));
+  Scratch scratch{chunk, choose_splits(chunk * config.num_kv_heads, config.top_k), nullptr, nullptr, nullptr};
+  if (scratch.num_splits == 1) return scratch;
+  const auto rows = static_cast<std::size_t>(chunk * config.num_kv_heads),
+             units = rows * static_cast<std::size_t>(scratch.num_splits);
+  scratch.partial = arena.take<float>(units * 16 * static_cast<std::size_t>(config.head_dim));
+  scratch.stats = arena.take<float2>(units * 16);
+  scratch.arrivals = arena.take<std::int32_t>(rows);
+  return scratch;
+}
 
-void sparse_decode_reserve(const core::SparseAttentionParams& params) { reserve(params); }
-
-void sparse_decode(const core::SparseAttentionParams& params) {
-  const DeviceGuard guard(params.q.device.index);
-  const Scratch scratch = reserve(params);
+template <typename Params>  // SparseAttentionParams or MsaDecodeParams
+DecodeParams decode_params(const Params& params, const Scratch& scratch) {
   const MsaConfig& config = params.config;
   const std::int64_t size = dtype_bytes(params.q.dtype);
   DecodeParams device{};
@@ -48,9 +65,6 @@ void sparse_decode(const core::SparseAttentionParams& params) {
   device.stride_v_token = params.v.stride_token / size;
   device.stride_v_head = params.v.stride_head / size;
   device.stride_v_page = params.v.stride_page / size;
-  device.block_ids = static_cast<const std::int32_t*>(params.block_ids.data);
-  device.stride_id_token = params.block_ids.stride[0];
-  device.stride_id_group = params.block_ids.stride[1];
   device.out = params.out.data;
   device.stride_out_token = params.out.stride[0];
   device.stride_out_head = params.out.stride[1];
@@ -58,25 +72,96 @@ void sparse_decode(const core::SparseAttentionParams& params) {
   device.stride_lse_token = params.lse.stride[0];
   device.partial = scratch.partial;
   device.partial_stats = scratch.stats;
+  device.arrivals = scratch.arrivals;
   device.num_groups = config.num_kv_heads;
   device.group_size = config.group_size();
   device.top_k = config.top_k;
+  device.num_splits = scratch.num_splits;
   device.scale_log2 = static_cast<float>(config.effective_softmax_scale() * 1.4426950408889634);
+  device.num_tokens = static_cast<std::int32_t>(params.geo.total_q);
+  return device;
+}
+
+// One launch does it all where index keys are as wide as keys and every sequence's queries fit the score stage.
+bool can_fuse(const core::MsaDecodeParams& params) {
+  const MsaConfig& config = params.config;
+  return config.index_dim == config.head_dim && score_is_few(params.geo, config) &&
+         params.geo.total_q * config.num_kv_heads * config.top_k <= kMaxUnits;
+}
+
+std::int64_t score_width(const core::Geometry& geo) {
+  return std::max<std::int64_t>((geo.max_num_blocks() + 3) / 4 * 4, 4);  // rows start on 16 bytes
+}
+
+void fused_decode(const core::MsaDecodeParams& params) {
+  const MsaConfig& config = params.config;
+  core::Arena& arena = *params.context.arena;
+  const Scratch scratch = reserve(arena, params.geo.total_q, config);
+  const std::int64_t width = score_width(params.geo), stride_token = width * config.num_kv_heads;
+  auto* scores = arena.take<float>(static_cast<std::size_t>(params.geo.total_q * stride_token));
+  const DecodeParams decode = decode_params(params, scratch);
+  const ScoreFewParams score =
+      score_few_params({&params.geo, &config, params.q_idx, params.k_idx, scores, stride_token, width,
+                        static_cast<std::int32_t>(width), 0, params.geo.total_q, false, params.context.stream});
+  const SelectParams choice = select_params(
+      {&params.geo, &config, scores, stride_token, width, params.block_ids, 0, params.geo.total_q, false, params.context.stream});
+  with_dtype(params.q.dtype, [&](auto element) {
+    with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
+      with_size<64, 128>(config.block_size, [&](auto block) {
+        using Traits = DecodeTraits<decltype(element), dim.value, block.value>;
+        using ScoreTraits = ScoreFewTraits<decltype(element), dim.value, block.value>;
+        launch(smxx_msa_decode_kernel<Traits, ScoreTraits>, dim3(num_multiprocessors()), kFewThreads,
+               std::max(Traits::kSmemBytes, ScoreTraits::kSmemBytes), params.context.stream, Order::kTogether, decode, score,
+               choice);
+      });
+    });
+  });
+}
+
+}  // namespace
+
+void sparse_decode_reserve(const core::SparseAttentionParams& params) {
+  const DeviceGuard guard(params.q.device.index);
+  reserve(*params.context.arena, params.geo.total_q, params.config);
+}
+
+void sparse_decode(const core::SparseAttentionParams& params) {
+  const DeviceGuard guard(params.q.device.index);
+  const Scratch scratch = reserve(*params.context.arena, params.geo.total_q, params.config);
+  DecodeParams device = decode_params(params, scratch);
+  device.block_ids = static_cast<const std::int32_t*>(params.block_ids.data);
+  device.stride_id_token = params.block_ids.stride[0];
+  device.stride_id_group = params.block_ids.stride[1];
   for (std::int64_t begin = 0; begin < params.geo.total_q; begin += scratch.chunk) {
-    const std::int64_t pairs = std::min(scratch.chunk, params.geo.total_q - begin) * config.num_kv_heads;
     device.token_begin = static_cast<std::int32_t>(begin);
-    const dim3 grid(static_cast<unsigned>(pairs * config.top_k)),
-        merge_grid(static_cast<unsigned>(pairs * ((config.group_size() + 3) / 4)));
+    device.num_tokens = static_cast<std::int32_t>(std::min(scratch.chunk, params.geo.total_q - begin));
     with_dtype(params.q.dtype, [&](auto element) {
-      with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
-        with_size<64, 128>(config.block_size, [&](auto block) {
+      with_size<64, 96, 128>(params.config.head_dim, [&](auto dim) {
+        with_size<64, 128>(params.config.block_size, [&](auto block) {
           using Traits = DecodeTraits<decltype(element), dim.value, block.value>;
-          launch(smxx_decode_kernel<Traits>, grid, Traits::kThreads, 0, params.context.stream, true, device);
-          launch(smxx_decode_combine_kernel<Traits>, merge_grid, 128, 0, params.context.stream, true, device);
+          launch(smxx_decode_kernel<Traits>, dim3(num_multiprocessors()), kFewThreads, Traits::kSmemBytes, params.context.stream,
+                 Order::kTogether, device);
         });
       });
     });
   }
+}
+
+void msa_decode_reserve(const core::MsaDecodeParams& params) {
+  const DeviceGuard guard(params.q.device.index);
+  core::Arena& arena = *params.context.arena;
+  if (can_fuse(params)) {
+    reserve(arena, params.geo.total_q, params.config);
+    arena.take<float>(static_cast<std::size_t>(params.geo.total_q * params.config.num_kv_heads * score_width(params.geo)));
+    return;
+  }
+  core::two_step_decode(params, index_select_reserve, sparse_decode_reserve);
+}
+
+void msa_decode(const core::MsaDecodeParams& params) {
+  const DeviceGuard guard(params.q.device.index);
+  if (can_fuse(params)) return fused_decode(params);
+  core::two_step_decode(params, index_select, sparse_decode);
 }
 
 }  // namespace openmsa::cuda

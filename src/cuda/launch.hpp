@@ -28,9 +28,14 @@ class DeviceGuard {
 
 int num_multiprocessors();  // of the current device
 
-// `dependent`: may start while the kernel before it is still finishing; it then calls griddepcontrol.wait itself.
+enum class Order {
+  kAfter,      // starts when the kernel before it has finished
+  kDependent,  // may start while the kernel before it is still finishing; it then calls griddepcontrol.wait itself
+  kTogether,   // all CTAs are resident at once, so that they may wait for each other (cooperative_groups)
+};
+
 template <typename... Args>
-void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_bytes, void* stream, bool dependent, Args... args) {
+void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_bytes, void* stream, Order order, Args... args) {
   constexpr std::size_t kDefaultSmemBytes = std::size_t{48} << 10;  // more has to be asked for
   if (smem_bytes > kDefaultSmemBytes) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)),
@@ -42,11 +47,20 @@ void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_by
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  if (order == Order::kDependent) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  }
   config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
+  config.numAttrs = order == Order::kAfter ? 0 : 1;
   check(cudaLaunchKernelEx(&config, kernel, args...), "kernel launch");
+}
+template <typename... Args>
+void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_bytes, void* stream, bool dependent, Args... args) {
+  launch(kernel, grid, threads, smem_bytes, stream, dependent ? Order::kDependent : Order::kAfter, args...);
 }
 
 inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {

@@ -79,7 +79,9 @@ struct BatchParams {
   // The page of a block of a sequence; -1, reported, if the table holds nonsense there. 0 for packed keys.
   __device__ __forceinline__ int page(const Sequence& sequence, int seq, int block) const {
     if (!sequence.pages) return 0;
-    const int id = sequence.pages[block];
+    return checked_page(seq, block, sequence.pages[block]);
+  }
+  __device__ __forceinline__ int checked_page(int seq, int block, int id) const {
     if (id >= 0 && id < num_pages) return id;
     report(fault, FaultCode::kPageId, seq, block, id);
     return -1;

@@ -10,36 +10,16 @@
 namespace openmsa::cuda {
 namespace {
 
-constexpr int kFewRows = 64;  // query rows a sequence that smxx_score_few holds
 constexpr int kTileRows = 256;
 
 template <typename T>
 void launch_few(const ScoreCall& call) {
-  const core::Geometry& geo = *call.geo;
-  const std::int64_t size = dtype_bytes(call.q_idx.dtype);
-  ScoreFewParams params{};
-  params.batch = batch_params(geo);
-  params.q_idx = call.q_idx.data;
-  params.k_idx = call.k_idx.data;
-  params.stride_q_token = call.q_idx.stride[0];
-  params.stride_q_group = call.q_idx.stride[1];
-  params.stride_k_token = call.k_idx.stride_token / size;
-  params.stride_k_page = call.k_idx.stride_page / size;
-  params.scores = call.scores;
-  params.stride_token = call.stride_token;
-  params.stride_group = call.stride_group;
-  params.num_blocks = call.num_blocks;
-  params.num_groups = call.config->num_kv_heads;
-  params.fill = call.fill;
-  const std::int64_t wanted = std::max<std::int64_t>(4 * num_multiprocessors() / std::max(geo.num_seqs, 1), 1);
-  const dim3 grid(static_cast<unsigned>(std::clamp<std::int64_t>(geo.max_num_blocks(), 1, wanted)), geo.num_seqs);
-  const int tiles = static_cast<int>((geo.max_seqlen_q * call.config->num_kv_heads + 7) / 8);
+  const ScoreFewParams params = score_few_params(call);
   with_size<64, 96, 128>(call.config->index_dim, [&](auto dim) {
-    with_size<64, 128>(geo.block_size, [&](auto block) {
-      with_bound<1, 2, 8>(tiles, [&](auto num_tiles) {
-        launch(smxx_score_few_kernel<ScoreFewTraits<T, dim.value, block.value, num_tiles.value>>, grid, 128, 0, call.stream, false,
-               params);
-      });
+    with_size<64, 128>(call.geo->block_size, [&](auto block) {
+      using Traits = ScoreFewTraits<T, dim.value, block.value>;
+      launch(smxx_score_few_kernel<Traits>, dim3(num_multiprocessors()), kFewThreads, Traits::kSmemBytes, call.stream, false,
+             params);
     });
   });
 }
@@ -93,6 +73,25 @@ ScoreCall whole_call(const core::BlockScoresParams& params) {
 }
 
 }  // namespace
+
+ScoreFewParams score_few_params(const ScoreCall& call) {
+  const std::int64_t size = dtype_bytes(call.q_idx.dtype);
+  ScoreFewParams params{};
+  params.batch = batch_params(*call.geo);
+  params.q_idx = call.q_idx.data;
+  params.k_idx = call.k_idx.data;
+  params.stride_q_token = call.q_idx.stride[0];
+  params.stride_q_group = call.q_idx.stride[1];
+  params.stride_k_token = call.k_idx.stride_token / size;
+  params.stride_k_page = call.k_idx.stride_page / size;
+  params.scores = call.scores;
+  params.stride_token = call.stride_token;
+  params.stride_group = call.stride_group;
+  params.num_blocks = call.num_blocks;
+  params.num_groups = call.config->num_kv_heads;
+  params.fill = call.fill;
+  return params;
+}
 
 bool score_is_few(const core::Geometry& geo, const MsaConfig& config) { return geo.max_seqlen_q * config.num_kv_heads <= kFewRows; }
 

@@ -19,6 +19,9 @@ struct ScoreCall {
   void* stream;
 };
 
+struct ScoreFewParams;
+ScoreFewParams score_few_params(const ScoreCall& call);
+
 // Whether every sequence's queries fit the kernel that reads each key once (decode).
 bool score_is_few(const core::Geometry& geo, const MsaConfig& config);
 Plan reserve_score(core::Arena& arena, const core::Geometry& geo, const MsaConfig& config, std::int64_t num_tokens);

@@ -1,12 +1,17 @@
 #include "cuda/select.hpp"
 
+#include <algorithm>
+#include <bit>
+
 #include "cuda/cuda.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/smxx_select.cuh"
+#include "cuda/smxx_select_few.cuh"
+#include "cuda/smxx_select_rows.cuh"
 
 namespace openmsa::cuda {
 
-void launch_select(const SelectCall& call) {
+SelectParams select_params(const SelectCall& call) {
   SelectParams params{};
   params.batch = batch_params(*call.geo);
   params.scores = call.scores;
@@ -21,7 +26,13 @@ void launch_select(const SelectCall& call) {
   params.top_k = call.config->top_k;
   params.num_init_blocks = call.config->num_init_blocks;
   params.num_local_blocks = call.config->num_local_blocks;
+  const auto block_size = static_cast<unsigned>(params.batch.block_size);
+  params.log_block = std::has_single_bit(block_size) ? std::countr_zero(block_size) : -1;
+  return params;
+}
 
+void launch_select(const SelectCall& call) {
+  const SelectParams params = select_params(call);
   const std::int64_t rows = std::int64_t{params.num_tokens} * params.num_groups;
   if (rows == 0) return;
   // 16-byte loads need every row to start on 16 bytes.
@@ -29,15 +40,22 @@ void launch_select(const SelectCall& call) {
       reinterpret_cast<std::uintptr_t>(call.scores) % 16 == 0 && call.stride_token % 4 == 0 && call.stride_group % 4 == 0;
   // A CTA a row while rows are fewer than warps that fill the chip.
   const bool few = rows <= 4 * num_multiprocessors();
+  const dim3 rows_grid(static_cast<unsigned>(
+      std::min<std::int64_t>((rows + kSelectRowWarps - 1) / kSelectRowWarps, kSelectRowCtas * num_multiprocessors())));
   with_bound<16, 32>(params.top_k, [&](auto bound) {
     constexpr int kItems = bound.value / 16;
-    if (few) {
-      launch(smxx_select_few_kernel<kItems>, dim3(static_cast<unsigned>(rows)), kSelectWarps * 32, 0, call.stream, call.dependent,
+    if (few && vector) {
+      launch(smxx_select_few_kernel<kItems, 4>, dim3(static_cast<unsigned>(rows)), kFewThreads, 0, call.stream, call.dependent,
+             params);
+    } else if (few) {
+      launch(smxx_select_few_kernel<kItems, 1>, dim3(static_cast<unsigned>(rows)), kFewThreads, 0, call.stream, call.dependent,
              params);
     } else if (vector) {
-      launch(smxx_select_kernel<kItems, 4>, dim3(blocks_for(rows, 4 * kSelectRows)), 128, 0, call.stream, false, params);
+      launch(smxx_select_rows_kernel<kItems, true>, rows_grid, 32 * kSelectRowWarps, kSelectRowsSmemBytes<kItems>, call.stream,
+             false, params);
     } else {
-      launch(smxx_select_kernel<kItems, 1>, dim3(blocks_for(rows, 4 * kSelectRows)), 128, 0, call.stream, false, params);
+      launch(smxx_select_rows_kernel<kItems, false>, rows_grid, 32 * kSelectRowWarps, kSelectRowsSmemBytes<kItems>, call.stream,
+             false, params);
     }
   });
 }

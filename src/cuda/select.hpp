@@ -16,6 +16,8 @@ struct SelectCall {
   void* stream;
 };
 
+struct SelectParams;
+SelectParams select_params(const SelectCall& call);
 void launch_select(const SelectCall& call);
 
 }  // namespace openmsa::cuda

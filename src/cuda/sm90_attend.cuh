@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   for (int round = 0;; ++round) {
     ptx::mbarrier_wait(k_full, round & 1);
     const AttendItem item = *item_slot;
+    __syncwarp();  // read by all lanes before lane 0 frees the slot with k_empty
     if (item.count == 0) break;
     const int tokens = Traits::kRows >> params.log_group;
     const int num_stages = (item.count + tokens - 1) / tokens;

@@ -1,16 +1,26 @@
-// sparse_decode: attention of few query tokens over their selected blocks, split so that every SM has work.
+// Decode: attention of few query tokens over their selected blocks, alone (sparse_decode) or behind scoring and selection in the
+// same launch (msa_decode).
 //
-// Roles     one CTA per (query token, group, selected block); rows are the group's heads, padded to 16. Each warp takes 16 keys for
-//           Q K^T and an equal part of the dims (16 at least) for P V.
-// Loads     K by 16-byte loads into registers (order trick of ptx/mma.cuh), V by cp.async into shared memory at the same time.
-// Combine   every split leaves an fp32 partial with its max and sum; a second, dependent kernel merges them in slot order.
-// Empty     splits without a visible key leave a sum of 0 and no partial; a row without any gives out = 0, lse = -inf.
+// Roles     one CTA of 16 warps a multiprocessor, launched together (cooperative). A (query token, group) is a row of work, cut into
+//           `num_splits` units of consecutive slots; a unit keeps O, its maximum and its sum in registers. The tile's 16 rows are
+//           the group's heads, padded; in Q K^T a warp takes 8 keys, in P V 8 dims.
+// Stages    score (smxx_score_few.cuh) -> grid barrier -> each CTA selects for its rows (smxx_select_few.cuh; the CTAs that share
+//           a row repeat its selection, which costs less than another barrier) -> attend -> merge.
+// Loads     K and V by cp.async into one buffer each: the next K is on its way from the moment this block's scores are there, the next
+//           V from the end of P V. More shared memory would be slower: loads in flight need room in the L1 (see docs/kernels.md).
+// Merge     every unit of a row that was split leaves an fp32 partial with maximum and sum; the last to arrive merges them in slot
+//           order, so that runs repeat bitwise.
+// Shared    K and V 64 KB; P 4.3 KB, maxima and sums 2 KB, the row's queries 4 KB, ids and pages. The scratch of score and of select
+//           lies over it.
+// Registers at most 128 (512 threads).
+// Empty     rows without a visible key give out = 0, lse = -inf; CTAs without work take part in the barrier only.
 #pragma once
 
-#include "cuda/params.hpp"
-#include "cuda/ptx/barrier.cuh"
+#include <cooperative_groups.h>
+
 #include "cuda/ptx/convert.cuh"
-#include "cuda/ptx/mma.cuh"
+#include "cuda/smxx_score_few.cuh"
+#include "cuda/smxx_select_few.cuh"
 
 namespace openmsa::cuda {
 
@@ -22,229 +32,396 @@ struct DecodeParams {
   std::int64_t stride_q_token, stride_q_head;  // elements
   std::int64_t stride_k_token, stride_k_head, stride_k_page;
   std::int64_t stride_v_token, stride_v_head, stride_v_page;
-  const std::int32_t* block_ids;  // [T, Hkv, k]
+  const std::int32_t* block_ids;  // [T, Hkv, k]; not read where the kernel selects itself
   std::int64_t stride_id_token, stride_id_group;
   void* out;  // [T, Hq, D]
   std::int64_t stride_out_token, stride_out_head;
   float* lse;  // [T, Hq] or null
   std::int64_t stride_lse_token;
-  float* partial;            // [tokens of the launch, Hkv, k, 16, D]
-  float2* partial_stats;     // [tokens of the launch, Hkv, k, 16]: max (in log2 units), sum
-  std::int32_t token_begin;  // first packed token of this launch; partials count from it
+  float* partial;                        // [units, 16, D], none if num_splits is 1
+  float2* partial_stats;                 // [units, 16]: max (in log2 units), sum
+  std::int32_t* arrivals;                // [tokens of the launch, Hkv], none if num_splits is 1
+  std::int32_t token_begin, num_tokens;  // packed query tokens of this launch; rows count from its first
   std::int32_t num_groups, group_size, top_k;
+  std::int32_t num_splits;  // units a row, at most top_k
   float scale_log2;
 };
 
 template <typename T_, int kHeadDim_, int kBlock_>
 struct DecodeTraits {
   using T = T_;
-  static constexpr int kHeadDim = kHeadDim_, kBlock = kBlock_;
-  static constexpr int kWarps = kBlock / 16, kThreads = 32 * kWarps;
-  static constexpr int kSegments = kHeadDim / 32;
-  static constexpr int kRowBytes = kHeadDim * 2 + 16;  // padded: rows of ldmatrix fall on different banks
-  static constexpr int kDimsPerWarp = kHeadDim / kWarps < 16 ? 16 : kHeadDim / kWarps;
+  static constexpr int kHeadDim = kHeadDim_, kBlock = kBlock_, kSteps = kHeadDim / 16;  // k16 steps of Q K^T
+  static constexpr int kKeyWarps = kBlock / 8, kDimWarps = kHeadDim / 8;                // warps with work in Q K^T, in P V
+  static constexpr int kPieces = kHeadDim / 8, kTileBytes = kBlock * kHeadDim * 2;      // 16-byte pieces of a row
+  static constexpr int kPRow = kBlock + 8;  // padded: the rows of a fragment fall on different banks
+  static constexpr int kPOffset = 2 * kTileBytes < (32 << 10) ? 32 << 10 : 2 * kTileBytes;  // room for select's scratch and pages
+  static constexpr int kMaxOffset = kPOffset + 16 * kPRow * 2, kSumOffset = kMaxOffset + 1024, kIdsOffset = kSumOffset + 1024,
+                       kQueryOffset = kIdsOffset + 256, kSmemBytes = kQueryOffset + kSteps * 512;
+  // Where piece p of a row lies, such that ldmatrix's eight rows fall on different banks.
+  static __device__ __forceinline__ int place(int row, int p) { return kHeadDim == 96 ? p ^ (row / 2 % 4) : p ^ (row % 8); }
 };
 
+// One (token, group): what its queries see.
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads) smxx_decode_kernel(const __grid_constant__ DecodeParams params) {
-  using T = typename Traits::T;
-  constexpr int kHeadDim = Traits::kHeadDim, kSegments = Traits::kSegments, kWarps = Traits::kWarps, kBlock = Traits::kBlock;
-  constexpr int kTiles = Traits::kDimsPerWarp / 8;
-  __shared__ __align__(16) unsigned char smem_v[kBlock * Traits::kRowBytes];
-  __shared__ __align__(16) T smem_p[16][kBlock + 8];
-  __shared__ float smem_max[kWarps][16], smem_sum[kWarps][16];
-
-  const int split = blockIdx.x % params.top_k, pair = blockIdx.x / params.top_k;
-  const int token = params.token_begin + pair / params.num_groups, group = pair % params.num_groups;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-
-  ptx::grid_dependency_launch();
-  ptx::grid_dependency_wait();
-  const int seq = params.batch.sequence_of(token);
+struct DecodeRow {
   Sequence sequence;
-  params.batch.load(seq, &sequence);  // a broken one sees nothing
-  const int visible = sequence.num_visible(sequence.first_position + token - sequence.query_begin);
-  uint4 q[2][kSegments];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int head = r + 8 * h;
-#pragma unroll
-    for (int s = 0; s < kSegments; ++s) {
-      q[h][s] =
-          head < params.group_size
-              ? *reinterpret_cast<const uint4*>(static_cast<const T*>(params.q) + std::int64_t{token} * params.stride_q_token +
-                                                (group * params.group_size + head) * params.stride_q_head + s * 32 + c * 8)
-              : uint4{0, 0, 0, 0};
+  int seq, token, group, visible, own_block;
+
+  // The queries go to shared memory as A fragments of the k16 steps: a0 (r, 2c..), a1 (r+8, 2c..), a2 (r, 2c+8..), a3 (r+8, 2c+8..).
+  __device__ __forceinline__ void load(const DecodeParams& params, int row, uint4* smem_q) {
+    using T = typename Traits::T;
+    token = params.token_begin + row / params.num_groups, group = row % params.num_groups;
+    seq = params.batch.sequence_of(token);
+    params.batch.load(seq, &sequence);  // a broken one sees nothing
+    const int position = sequence.first_position + token - sequence.query_begin;
+    visible = sequence.num_visible(position);
+    own_block = position < 0 ? -1 : position / Traits::kBlock;
+    if (threadIdx.x < Traits::kSteps * 32) {
+      const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, dim = threadIdx.x / 32 * 16 + 2 * c;
+      const T* q = static_cast<const T*>(params.q) + std::int64_t{token} * params.stride_q_token + dim;
+      auto word = [&](int head, int offset) {
+        return head < params.group_size
+                   ? *reinterpret_cast<const std::uint32_t*>(q + (group * params.group_size + head) * params.stride_q_head + offset)
+                   : 0u;
+      };
+      smem_q[threadIdx.x] = uint4{word(r, 0), word(r + 8, 0), word(r, 8), word(r + 8, 8)};
     }
   }
+};
 
-  const std::int32_t* ids = params.block_ids + std::int64_t{token} * params.stride_id_token + group * params.stride_id_group;
-  int block = ids[split];
-  const int before = split > 0 ? ids[split - 1] : -1;
-  if (block < -1 || block * std::int64_t{kBlock} >= visible) {
-    if (threadIdx.x == 0)
-      report(params.batch.fault, FaultCode::kBlockId, std::int64_t{token} * params.num_groups + group, split, block);
-    block = -1;
-  } else if (block >= 0 && split > 0 && (before < 0 || before >= block)) {
-    if (threadIdx.x == 0)
-      report(params.batch.fault, FaultCode::kBlockOrder, std::int64_t{token} * params.num_groups + group, split, block);
-    block = -1;
-  }
-  const int page = block < 0 ? -1 : params.batch.page(sequence, seq, block);
-  const int live_keys = page < 0 ? 0 : min(visible - block * kBlock, kBlock);
-  float2* stats = params.partial_stats + (std::int64_t{pair} * params.top_k + split) * 16;
-
-  if (live_keys > 0) {
-    const std::int64_t row = sequence.pages ? 0 : sequence.key_begin + std::int64_t{block} * kBlock;
-    const T* k =
-        static_cast<const T*>(params.k) + page * params.stride_k_page + group * params.stride_k_head + row * params.stride_k_token;
-    const T* v =
-        static_cast<const T*>(params.v) + page * params.stride_v_page + group * params.stride_v_head + row * params.stride_v_token;
-    uint4 b[2][kSegments];  // two n8 tiles of keys
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int key = warp * 16 + n * 8 + r;
-#pragma unroll
-      for (int s = 0; s < kSegments; ++s) {
-        b[n][s] = key < live_keys ? ptx::load_stream(k + key * params.stride_k_token + s * 32 + c * 8) : uint4{0, 0, 0, 0};
-      }
+// The list of a row as the caller gave it, into shared memory; a bad id is reported and becomes -1. For threads below top_k.
+__device__ __forceinline__ void decode_read_ids(const DecodeParams& params, int row, int token, int group, int visible, int* ids) {
+  if (threadIdx.x < static_cast<unsigned>(params.top_k)) {
+    const int slot = threadIdx.x;
+    const std::int32_t* list = params.block_ids + std::int64_t{token} * params.stride_id_token + group * params.stride_id_group;
+    int block = list[slot];
+    const int before = slot > 0 ? list[slot - 1] : -1;
+    if (block < -1 || block * std::int64_t{params.batch.block_size} >= visible) {
+      report(params.batch.fault, FaultCode::kBlockId, row, slot, block);
+      block = -1;
+    } else if (block >= 0 && slot > 0 && (before < 0 || before >= block)) {
+      report(params.batch.fault, FaultCode::kBlockOrder, row, slot, block);
+      block = -1;
     }
-    constexpr int kPieces = kHeadDim / 8;
-    for (int i = threadIdx.x; i < kBlock * kPieces; i += Traits::kThreads) {
-      const int key = i / kPieces, piece = i % kPieces;
-      // Rows nobody sees become zero: their P is zero, and 0 x NaN must not leak.
-      ptx::copy_async_16(ptx::smem_address(smem_v) + key * Traits::kRowBytes + piece * 16,
-                         v + (key < live_keys ? key : 0) * params.stride_v_token + piece * 8, key < live_keys);
-    }
-    float s[2][4] = {};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < kSegments; ++i) {
-        ptx::mma_16816<T>(s[n], q[0][i].x, q[1][i].x, q[0][i].y, q[1][i].y, b[n][i].x, b[n][i].y);
-        ptx::mma_16816<T>(s[n], q[0][i].z, q[1][i].z, q[0][i].w, q[1][i].w, b[n][i].z, b[n][i].w);
-      }
-    }
-    float row_max[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (warp * 16 + n * 8 + c * 2 + j % 2 >= live_keys) s[n][j] = -INFINITY;
-        row_max[j / 2] = fmaxf(row_max[j / 2], s[n][j]);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      row_max[h] = fmaxf(row_max[h], __shfl_xor_sync(0xffffffffu, row_max[h], 1));
-      row_max[h] = fmaxf(row_max[h], __shfl_xor_sync(0xffffffffu, row_max[h], 2));
-      if (c == 0) smem_max[warp][r + 8 * h] = row_max[h];
-    }
-    __syncthreads();
-    float row_sum[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int head = r + 8 * h;
-      row_max[h] = smem_max[0][head];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) row_max[h] = fmaxf(row_max[h], smem_max[w][head]);
-      row_max[h] *= params.scale_log2;
-      const float offset = row_max[h] == -INFINITY ? 0.f : row_max[h];
-      row_sum[h] = 0.f;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float p0 = exp2_approx(fmaf(s[n][2 * h], params.scale_log2, -offset));
-        const float p1 = exp2_approx(fmaf(s[n][2 * h + 1], params.scale_log2, -offset));
-        row_sum[h] += p0 + p1;
-        *reinterpret_cast<std::uint32_t*>(&smem_p[head][warp * 16 + n * 8 + c * 2]) = pack2<T>(p0, p1);
-      }
-      row_sum[h] += __shfl_xor_sync(0xffffffffu, row_sum[h], 1);
-      row_sum[h] += __shfl_xor_sync(0xffffffffu, row_sum[h], 2);
-      if (c == 0) smem_sum[warp][head] = row_sum[h];
-    }
-    ptx::copy_async_wait_all();
-    __syncthreads();
-    if (warp * Traits::kDimsPerWarp < kHeadDim) {
-      float o[kTiles][4] = {};
-#pragma unroll
-      for (int step = 0; step < kBlock / 16; ++step) {
-        const std::uint32_t a0 = *reinterpret_cast<const std::uint32_t*>(&smem_p[r][step * 16 + c * 2]);
-        const std::uint32_t a1 = *reinterpret_cast<const std::uint32_t*>(&smem_p[r + 8][step * 16 + c * 2]);
-        const std::uint32_t a2 = *reinterpret_cast<const std::uint32_t*>(&smem_p[r][step * 16 + 8 + c * 2]);
-        const std::uint32_t a3 = *reinterpret_cast<const std::uint32_t*>(&smem_p[r + 8][step * 16 + 8 + c * 2]);
-#pragma unroll
-        for (int n = 0; n < kTiles; n += 2) {
-          // Matrices: keys 0-7 and 8-15 of dim tile n, then of tile n + 1 (read twice where the count is odd).
-          const int dim = warp * Traits::kDimsPerWarp + min(n + lane / 16, kTiles - 1) * 8;
-          std::uint32_t w[4];
-          ptx::ldmatrix_x4_trans(w, ptx::smem_address(smem_v) + (step * 16 + lane % 16) * Traits::kRowBytes + dim * 2);
-          ptx::mma_16816<T>(o[n], a0, a1, a2, a3, w[0], w[1]);
-          if (n + 1 < kTiles) ptx::mma_16816<T>(o[n + 1 < kTiles ? n + 1 : n], a0, a1, a2, a3, w[2], w[3]);
-        }
-      }
-      float* partial = params.partial + (std::int64_t{pair} * params.top_k + split) * 16 * kHeadDim;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          *reinterpret_cast<float2*>(partial + (r + 8 * h) * kHeadDim + warp * Traits::kDimsPerWarp + n * 8 + c * 2) =
-              float2{o[n][2 * h], o[n][2 * h + 1]};
-        }
-      }
-    }
-    if (threadIdx.x < 16) {
-      float sum = 0.f, top = smem_max[0][threadIdx.x];
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        sum += smem_sum[w][threadIdx.x];
-        top = fmaxf(top, smem_max[w][threadIdx.x]);
-      }
-      stats[threadIdx.x] = float2{top * params.scale_log2, sum};
-    }
-  } else if (threadIdx.x < 16) {
-    stats[threadIdx.x] = float2{-INFINITY, 0.f};
+    ids[slot] = block;
   }
 }
 
-// Merges the splits of every (token, head) by their maxima and sums. Roles: 32 threads a head, 4 heads a CTA.
+// Behind select's scratch, under K and V.
+inline constexpr int kDecodePagesOffset = (kSelectFewBytes + 15) / 16 * 16;
+
+// O of heads r and r + 8, dims 8 warp + 2 c, with the heads' maxima (log2 units) and, over the quad's keys, sums.
+struct DecodeAcc {
+  float o[4], top[2], sum[2];
+};
+
+// Slots [begin, end) of a row, none of them empty.
 template <typename Traits>
-__global__ void __launch_bounds__(128) smxx_decode_combine_kernel(const __grid_constant__ DecodeParams params) {
+__device__ __forceinline__ void decode_attend(const DecodeParams& params, const DecodeRow<Traits>& row, const int* ids,
+                                              const int* pages, int begin, int end, unsigned char* smem, DecodeAcc& acc) {
   using T = typename Traits::T;
-  constexpr int kHeadDim = Traits::kHeadDim;
-  const int lane = threadIdx.x % 32, quarters = (params.group_size + 3) / 4;
-  const int pair = blockIdx.x / quarters, head = blockIdx.x % quarters * 4 + threadIdx.x / 32;
-  ptx::grid_dependency_wait();
-  if (head >= params.group_size) return;
-  const int token = params.token_begin + pair / params.num_groups, out_head = pair % params.num_groups * params.group_size + head;
-  const float2* stats = params.partial_stats + std::int64_t{pair} * params.top_k * 16 + head;
-  const float2 mine = lane < params.top_k ? stats[lane * 16] : float2{-INFINITY, 0.f};  // k is at most 32
-  float best = mine.y != 0.f ? mine.x : -INFINITY;
+  constexpr int kBlock = Traits::kBlock;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+  T* smem_p = reinterpret_cast<T*>(smem + Traits::kPOffset);
+  float* smem_max = reinterpret_cast<float*>(smem + Traits::kMaxOffset);  // [16 heads][16 warps]
+  const uint4* smem_q = reinterpret_cast<const uint4*>(smem + Traits::kQueryOffset);
+  const std::uint32_t tile_k = ptx::smem_address(smem), tile_v = tile_k + Traits::kTileBytes;
+  const auto live_keys_of = [&](int slot) { return pages[slot] < 0 ? 0 : min(row.visible - ids[slot] * kBlock, kBlock); };
+
+  // One commit group, also where there is nothing to load. A thread copies one 16-byte column of every 32nd key.
+  const auto load = [&](int slot, const void* base, std::int64_t stride_token, std::int64_t stride_head, std::int64_t stride_page,
+                        std::uint32_t tile) {
+    if (slot < end && pages[slot] >= 0 && threadIdx.x < 32 * Traits::kPieces) {
+      const int key = threadIdx.x / Traits::kPieces, piece = threadIdx.x % Traits::kPieces, live_keys = live_keys_of(slot);
+      const std::int64_t first = row.sequence.pages ? 0 : row.sequence.key_begin + std::int64_t{ids[slot]} * kBlock;
+      const T* source = static_cast<const T*>(base) + pages[slot] * stride_page + row.group * stride_head +
+                        (first + key) * stride_token + piece * 8;
+      std::uint32_t target = tile + (key * Traits::kPieces + Traits::place(key, piece)) * 16;
 #pragma unroll
-  for (int o = 1; o < 32; o *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, o));
-  const float offset = best == -INFINITY ? 0.f : best;
-  // 0 for splits that saw nothing, which also wrote no partial.
-  const float weight = mine.y == 0.f ? 0.f : exp2_approx(mine.x - offset);
-  float sum = 0.f;
+      for (int i = 0; i < kBlock / 32; ++i) {
+        // Rows nobody sees become zero: their P is zero, and 0 x NaN must not leak.
+        const bool live = key + 32 * i < live_keys;
+        ptx::copy_async<16>(target, live ? source : static_cast<const T*>(base), live ? 16 : 0);
+        source += 32 * stride_token, target += 32 * Traits::kPieces * 16;
+      }
+    }
+    ptx::copy_async_commit();
+  };
+  const auto load_k = [&](int slot) {
+    load(slot, params.k, params.stride_k_token, params.stride_k_head, params.stride_k_page, tile_k);
+  };
+  const auto load_v = [&](int slot) {
+    load(slot, params.v, params.stride_v_token, params.stride_v_head, params.stride_v_page, tile_v);
+  };
+
+  load_k(begin);
+  load_v(begin);
+  for (int slot = begin; slot < end; ++slot) {
+    const int live_keys = live_keys_of(slot);
+    if (slot == begin) {
+      ptx::copy_async_wait<1>();
+    } else {
+      ptx::copy_async_wait<0>();
+    }
+    __syncthreads();  // K is there; P and V of the block before have been read
+    if (slot > begin) load_v(slot);
+    if (live_keys == 0) {  // a reported page
+      load_k(slot + 1);
+      continue;
+    }
+    float s[4] = {0.f, 0.f, 0.f, 0.f};
+    if (warp < Traits::kKeyWarps) {
+      float t[4] = {0.f, 0.f, 0.f, 0.f};
+      const int key = warp * 8 + lane % 8;
+#pragma unroll
+      for (int i = 0; i < Traits::kSteps; i += 2) {
+        const int piece = i * 2 + lane / 8;
+        std::uint32_t b[4];  // b0, b1 of step i and of step i + 1
+        ptx::ldmatrix_x4(b, tile_k + (key * Traits::kPieces + Traits::place(key, piece)) * 16);
+        const uint4 x = smem_q[i * 32 + lane], y = smem_q[(i + 1) * 32 + lane];
+        ptx::mma_16816<T>(s, x.x, x.y, x.z, x.w, b[0], b[1]);
+        ptx::mma_16816<T>(t, y.x, y.y, y.z, y.w, b[2], b[3]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[j] = warp * 8 + c * 2 + j % 2 < live_keys ? s[j] + t[j] : -INFINITY;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top = fmaxf(s[2 * h], s[2 * h + 1]);
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        if (c == 0) smem_max[(r + 8 * h) * 16 + warp] = top;
+      }
+    }
+    __syncthreads();  // maxima are there, K has been read
+    load_k(slot + 1);
+    float correction[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4* maxima = reinterpret_cast<const float4*>(smem_max + (r + 8 * h) * 16);
+      float top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < Traits::kKeyWarps / 4; ++i) {
+        const float4 x = maxima[i];
+        top = fmaxf(top, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+      }
+      top = fmaxf(acc.top[h], top * params.scale_log2);
+      const float offset = top == -INFINITY ? 0.f : top;
+      correction[h] = exp2_approx(acc.top[h] - offset);  // 0 from -inf
+      acc.top[h] = top;
+      acc.sum[h] *= correction[h];
+      if (warp < Traits::kKeyWarps) {
+        const float p0 = exp2_approx(fmaf(s[2 * h], params.scale_log2, -offset));
+        const float p1 = exp2_approx(fmaf(s[2 * h + 1], params.scale_log2, -offset));
+        acc.sum[h] += p0 + p1;
+        *reinterpret_cast<std::uint32_t*>(smem_p + (r + 8 * h) * Traits::kPRow + warp * 8 + c * 2) = pack2<T>(p0, p1);
+      }
+    }
+    ptx::copy_async_wait<1>();
+    __syncthreads();  // P and V are there
+    if (warp < Traits::kDimWarps) {
+      float even[4], odd[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) even[j] = acc.o[j] * correction[j / 2];
+#pragma unroll
+      for (int step = 0; step < kBlock / 32; ++step) {
+        const int key = step * 32 + lane;
+        std::uint32_t w[4];
+        ptx::ldmatrix_x4_trans(w, tile_v + (key * Traits::kPieces + Traits::place(key, warp)) * 16);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const T* p = smem_p + r * Traits::kPRow + step * 32 + half * 16 + c * 2;
+          const std::uint32_t a0 = *reinterpret_cast<const std::uint32_t*>(p);
+          const std::uint32_t a1 = *reinterpret_cast<const std::uint32_t*>(p + 8 * Traits::kPRow);
+          const std::uint32_t a2 = *reinterpret_cast<const std::uint32_t*>(p + 8);
+          const std::uint32_t a3 = *reinterpret_cast<const std::uint32_t*>(p + 8 * Traits::kPRow + 8);
+          ptx::mma_16816<T>(half == 0 ? even : odd, a0, a1, a2, a3, w[2 * half], w[2 * half + 1]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc.o[j] = even[j] + odd[j];
+    }
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void decode_write(const DecodeParams& params, int token, int group, int head, int dim, float a,
+                                             float b) {
+  using T = typename Traits::T;
+  if (head >= params.group_size) return;
+  *reinterpret_cast<std::uint32_t*>(static_cast<T*>(params.out) + std::int64_t{token} * params.stride_out_token +
+                                    (group * params.group_size + head) * params.stride_out_head + dim) = pack2<T>(a, b);
+}
+
+__device__ __forceinline__ void decode_write_lse(const DecodeParams& params, int token, int group, int head, float top, float sum) {
+  if (params.lse == nullptr || head >= params.group_size) return;
+  params.lse[std::int64_t{token} * params.stride_lse_token + group * params.group_size + head] =
+      sum == 0.f ? -INFINITY : (top + log2f(sum)) * 0.6931471805599453f;
+}
+
+// The partials of a row, merged in slot order. A warp a head.
+template <typename Traits>
+__device__ __forceinline__ void decode_merge(const DecodeParams& params, int first_unit, int token, int group) {
+  constexpr int kHeadDim = Traits::kHeadDim;
+  const int head = threadIdx.x / 32, lane = threadIdx.x % 32, count = params.num_splits;  // at most 32, as k is
+  if (head >= params.group_size) return;
+  const float2 stats = lane < count ? __ldcg(params.partial_stats + (first_unit + lane) * 16 + head) : float2{-INFINITY, 0.f};
+  const float* partial = params.partial + (std::int64_t{first_unit} * 16 + head) * kHeadDim + lane * 4;
+  float top = -INFINITY, offset = 0.f, weight = 0.f, sum = 0.f;
   float4 acc = {0.f, 0.f, 0.f, 0.f};
-  const float* partial = params.partial + (std::int64_t{pair} * params.top_k * 16 + head) * kHeadDim + lane * 4;
-#pragma unroll 16
-  for (int i = 0; i < params.top_k; ++i) {
-    const float w = __shfl_sync(0xffffffffu, weight, i);
-    sum = fmaf(w, __shfl_sync(0xffffffffu, mine.y, i), sum);
-    float4 x = {0.f, 0.f, 0.f, 0.f};
-    if (w != 0.f && lane * 4 < kHeadDim) x = __ldcg(reinterpret_cast<const float4*>(partial + std::int64_t{i} * 16 * kHeadDim));
-    acc.x = fmaf(w, x.x, acc.x), acc.y = fmaf(w, x.y, acc.y), acc.z = fmaf(w, x.z, acc.z), acc.w = fmaf(w, x.w, acc.w);
+  for (int i0 = 0; i0 < count; i0 += 16) {
+    float4 x[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      x[i] = i0 + i < count && lane * 4 < kHeadDim
+                 ? __ldcg(reinterpret_cast<const float4*>(partial + std::int64_t{i0 + i} * 16 * kHeadDim))
+                 : float4{0.f, 0.f, 0.f, 0.f};
+    }
+    if (i0 == 0) {  // under the first loads
+      top = stats.x;
+#pragma unroll
+      for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
+      offset = top == -INFINITY ? 0.f : top;
+      weight = exp2_approx(stats.x - offset);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float w = __shfl_sync(0xffffffffu, weight, i0 + i);
+      sum = fmaf(w, __shfl_sync(0xffffffffu, stats.y, i0 + i), sum);
+      acc.x = fmaf(w, x[i].x, acc.x), acc.y = fmaf(w, x[i].y, acc.y), acc.z = fmaf(w, x[i].z, acc.z),
+      acc.w = fmaf(w, x[i].w, acc.w);
+    }
   }
   const float inverse = sum == 0.f ? 0.f : 1.f / sum;
   if (lane * 4 < kHeadDim) {
-    *reinterpret_cast<uint2*>(static_cast<T*>(params.out) + std::int64_t{token} * params.stride_out_token +
-                              out_head * params.stride_out_head + lane * 4) =
-        uint2{pack2<T>(acc.x * inverse, acc.y * inverse), pack2<T>(acc.z * inverse, acc.w * inverse)};
+    decode_write<Traits>(params, token, group, head, lane * 4, acc.x * inverse, acc.y * inverse);
+    decode_write<Traits>(params, token, group, head, lane * 4 + 2, acc.z * inverse, acc.w * inverse);
   }
-  if (lane == 0 && params.lse) {
-    params.lse[std::int64_t{token} * params.stride_lse_token + out_head] =
-        sum == 0.f ? -INFINITY : (offset + log2f(sum)) * 0.6931471805599453f;
+  if (lane == 0) decode_write_lse(params, token, group, head, offset, sum);
+}
+
+// The units of this CTA. `ready` returns when rows may be selected and counters used; `select` fills ids (shared memory) for a row.
+template <typename Traits, typename Ready, typename Select>
+__device__ __forceinline__ void decode_units(const DecodeParams& params, unsigned char* smem, Ready ready, Select select) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+  int *ids = reinterpret_cast<int*>(smem + Traits::kIdsOffset), *pages = ids + 32;
+  uint4* smem_q = reinterpret_cast<uint4*>(smem + Traits::kQueryOffset);
+  float* smem_sum = reinterpret_cast<float*>(smem + Traits::kSumOffset);
+  __shared__ int last_to_arrive;
+  const int splits = params.num_splits, num_units = params.num_tokens * params.num_groups * splits;
+  // The page table of the first row's sequence waits in shared memory for the selection to end.
+  int* page_row = reinterpret_cast<int*>(smem + kDecodePagesOffset);
+  constexpr int kCachedPages = (Traits::kPOffset - kDecodePagesOffset) / 4;
+  int cached = 0;
+  DecodeRow<Traits> row;
+  if (static_cast<int>(blockIdx.x) < num_units) {
+    row.load(params, blockIdx.x / splits, smem_q);
+    if (row.sequence.pages) cached = min((row.visible + Traits::kBlock - 1) / Traits::kBlock, kCachedPages);
+    for (int i = threadIdx.x; i < cached; i += kFewThreads) page_row[i] = row.sequence.pages[i];
   }
+  ready();
+  for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+    const int index = unit / splits, split = unit % splits;
+    if (unit != static_cast<int>(blockIdx.x)) row.load(params, index, smem_q);
+    const int begin = params.top_k * split / splits, end = params.top_k * (split + 1) / splits;
+    __syncthreads();  // the list of the row before has been read
+    select(row, split == 0, ids);
+    if (threadIdx.x < static_cast<unsigned>(params.top_k)) {
+      const int block = ids[threadIdx.x];
+      pages[threadIdx.x] = block < 0        ? -1
+                           : block < cached ? params.batch.checked_page(row.seq, block, page_row[block])
+                                            : params.batch.page(row.sequence, row.seq, block);
+    }
+    cached = 0;  // K comes to lie over it
+    __syncthreads();
+    DecodeAcc acc{{}, {-INFINITY, -INFINITY}, {}};
+    int stop = begin;
+    while (stop < end && ids[stop] >= 0) ++stop;  // a hole in a list is a reported fault; what follows it in the unit is left out
+    if (begin < stop) decode_attend<Traits>(params, row, ids, pages, begin, stop, smem, acc);
+
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      acc.sum[h] += __shfl_xor_sync(0xffffffffu, acc.sum[h], 1);
+      acc.sum[h] += __shfl_xor_sync(0xffffffffu, acc.sum[h], 2);
+      if (c == 0 && warp < Traits::kKeyWarps) smem_sum[(r + 8 * h) * 16 + warp] = acc.sum[h];
+    }
+    __syncthreads();
+    float sum[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] = 0.f;
+#pragma unroll
+      for (int w = 0; w < Traits::kKeyWarps; ++w) sum[h] += smem_sum[(r + 8 * h) * 16 + w];
+    }
+    const int dim = warp * 8 + c * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int head = r + 8 * h;
+      if (splits == 1) {
+        const float inverse = sum[h] == 0.f ? 0.f : 1.f / sum[h];
+        if (warp < Traits::kDimWarps)
+          decode_write<Traits>(params, row.token, row.group, head, dim, acc.o[2 * h] * inverse, acc.o[2 * h + 1] * inverse);
+        if (warp == 0 && c == 0) decode_write_lse(params, row.token, row.group, head, acc.top[h], sum[h]);
+      } else {
+        if (warp < Traits::kDimWarps) {
+          *reinterpret_cast<float2*>(params.partial + (std::int64_t{unit} * 16 + head) * Traits::kHeadDim + dim) =
+              float2{acc.o[2 * h], acc.o[2 * h + 1]};
+        }
+        if (warp == 0 && c == 0) params.partial_stats[unit * 16 + head] = float2{acc.top[h], sum[h]};
+      }
+    }
+    if (splits == 1) continue;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();  // of what the whole CTA wrote, which the barrier has ordered before it
+      last_to_arrive = atomicAdd(params.arrivals + index, 1) == splits - 1;
+      __threadfence();
+    }
+    __syncthreads();
+    if (last_to_arrive) {
+      decode_merge<Traits>(params, index * splits, row.token, row.group);
+    }
+  }
+}
+
+// CTA 0 clears the arrival counters; a grid barrier must follow before they are used.
+__device__ __forceinline__ void decode_clear(const DecodeParams& params) {
+  if (blockIdx.x != 0 || params.num_splits == 1) return;
+  for (int i = threadIdx.x; i < params.num_tokens * params.num_groups; i += kFewThreads) params.arrivals[i] = 0;
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(kFewThreads, 1) smxx_decode_kernel(const __grid_constant__ DecodeParams params) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  decode_clear(params);
+  decode_units<Traits>(
+      params, smem,
+      [&] {
+        if (params.num_splits > 1) cooperative_groups::this_grid().sync();
+      },
+      [&](const DecodeRow<Traits>& row, bool, int* ids) {
+        decode_read_ids(params, row.token * params.num_groups + row.group, row.token, row.group, row.visible, ids);
+      });
+}
+
+template <typename Traits, typename ScoreTraits>
+__global__ void __launch_bounds__(kFewThreads, 1)
+    smxx_msa_decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ ScoreFewParams score,
+                           const __grid_constant__ SelectParams choice) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  static_assert(kDecodePagesOffset + 4096 <= Traits::kPOffset);
+  decode_clear(params);
+  few_score<ScoreTraits>(score, smem);
+  decode_units<Traits>(
+      params, smem, [] { cooperative_groups::this_grid().sync(); },
+      [&](const DecodeRow<Traits>& row, bool first_split, int* ids) {
+        const SelectToken token{row.token, (row.visible + Traits::kBlock - 1) / Traits::kBlock, row.own_block};
+        SelectRow where = select_row(choice, token, row.group);
+        std::int32_t* list = where.ids;
+        where.ids = ids;
+        select_few(choice, where, smem);
+        if (first_split && choice.block_ids != nullptr && threadIdx.x < static_cast<unsigned>(choice.top_k))
+          list[threadIdx.x] = ids[threadIdx.x];
+      });
 }
 
 }  // namespace openmsa::cuda

@@ -1,9 +1,4 @@
-// select_blocks: the k best blocks of each (query token, group). Exact, ranks raw scores, reads each row once.
-//
-// Roles   prefill: one warp a row. few rows (decode): one CTA a row, each warp a part, the first warp merges.
-// Work    a lane takes kCount scores of a chunk; the k-th largest lane maximum bounds the k-th best, so about 20 of 1,024
-//         candidates reach the sort. Later chunks only pass what beats the running k-th best.
-// Empty   a query that sees nothing gets -1 throughout.
+// select_blocks: what its kernels for many rows (smxx_select_rows.cuh) and few rows (smxx_select_few.cuh) share.
 #pragma once
 
 #include "cuda/params.hpp"
@@ -21,6 +16,7 @@ struct SelectParams {
   std::int32_t token_begin, num_tokens;  // packed query tokens of this launch
   std::int32_t num_groups;               // Hkv
   std::int32_t top_k, num_init_blocks, num_local_blocks;
+  std::int32_t log_block;  // log2 of the block size, -1 if it is no power of two
 };
 
 // What the rows of one query token have in common.
@@ -80,81 +76,6 @@ __device__ __forceinline__ void select_scan(WarpTopK<kItems>& list, const Select
     }
     list.template add<kCount, kRun>(scores, row.scores, chunk, end, params.top_k, forced);
   }
-}
-
-// Rows a warp takes one after the other: those of a token share the look-up of its sequence.
-inline constexpr int kSelectRows = 4;
-
-template <int kItems, int kRun>
-__global__ void __launch_bounds__(128, kItems == 1 && kRun == 4 ? 6 : 4)
-    smxx_select_kernel(const __grid_constant__ SelectParams params) {
-  __shared__ __align__(16) std::uint64_t memory[4][WarpTopK<kItems>::kWords];
-  const int warp = threadIdx.x / 32;
-  const std::int64_t end = std::int64_t{params.num_tokens} * params.num_groups;
-  std::int64_t index = (std::int64_t{blockIdx.x} * 4 + warp) * kSelectRows;
-  int token = -1;
-  SelectToken facts{};
-  for (const std::int64_t last = min(index + kSelectRows, end); index < last; ++index) {
-    const int row_token = static_cast<int>(index / params.num_groups);
-    if (row_token != token) facts = select_token(params, token = row_token);
-    const SelectRow row = select_row(params, facts, static_cast<int>(index % params.num_groups));
-    WarpTopK<kItems> list(memory[warp]);
-    select_scan<32, kRun>(list, params, row, 0, row.num_visible_blocks);
-    list.store(row.ids, params.top_k);
-    __syncwarp();  // the next row reuses the list
-  }
-}
-
-inline constexpr int kSelectWarps = 16;
-
-template <int kItems>
-__global__ void __launch_bounds__(kSelectWarps * 32, 1) smxx_select_few_kernel(const __grid_constant__ SelectParams params) {
-  __shared__ __align__(16) std::uint64_t memory[kSelectWarps][WarpTopK<kItems>::kWords];
-  __shared__ std::uint64_t lists[kSelectWarps * 16 * kItems];
-  __shared__ int counts[kSelectWarps];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const SelectRow row = select_row(params, select_token(params, blockIdx.x / params.num_groups), blockIdx.x % params.num_groups);
-  ptx::grid_dependency_launch();
-  ptx::grid_dependency_wait();
-  const int part = (row.num_visible_blocks + kSelectWarps - 1) / kSelectWarps;
-  const int begin = min(warp * part, row.num_visible_blocks), end = min(begin + part, row.num_visible_blocks);
-  WarpTopK<kItems> list(memory[warp]);
-  select_scan<16, 1>(list, params, row, begin, end);
-  if (lane == 0) counts[warp] = list.count;
-  __syncthreads();
-  int offset = 0, total = 0;
-#pragma unroll
-  for (int w = 0; w < kSelectWarps; ++w) {
-    offset += w < warp ? counts[w] : 0;
-    total += counts[w];
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (i * 32 + lane < list.count) lists[offset + i * 32 + lane] = list.keys[i * 32 + lane];
-  }
-  __syncthreads();
-  // Every warp ranks its share of all candidates against all of them; the best k then rank by id.
-  __shared__ std::uint64_t chosen[16 * kItems];
-  __shared__ int num_chosen;
-  if (threadIdx.x == 0) num_chosen = min(total, params.top_k);
-  for (int i = threadIdx.x; i < total; i += kSelectWarps * 32) {
-    const std::uint64_t mine = lists[i];
-    int rank = 0;
-#pragma unroll 8
-    for (int j = 0; j < total; ++j) rank += lists[j] > mine;
-    if (rank < params.top_k) chosen[rank] = mine;
-  }
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) >= params.top_k) return;
-  const int slot = threadIdx.x;
-  if (slot >= num_chosen) {
-    row.ids[slot] = -1;
-    return;
-  }
-  const std::uint32_t mine = static_cast<std::uint32_t>(chosen[slot]);
-  int rank = 0;
-  for (int j = 0; j < num_chosen; ++j) rank += static_cast<std::uint32_t>(chosen[j]) > mine;
-  row.ids[rank] = static_cast<int>(~mine);
 }
 
 }  // namespace openmsa::cuda

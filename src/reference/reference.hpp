@@ -11,6 +11,8 @@ void select_blocks(const core::SelectBlocksParams& params);
 void index_select(const core::IndexSelectParams& params);
 void index_select_reserve(const core::IndexSelectParams& params);
 void sparse_attention(const core::SparseAttentionParams& params);
+void msa_decode(const core::MsaDecodeParams& params);
+void msa_decode_reserve(const core::MsaDecodeParams& params);
 void dense_attention(const core::DenseAttentionParams& params);
 
 }  // namespace openmsa::reference

@@ -32,18 +32,35 @@ __device__ __forceinline__ void mma_16816<__half>(float (&d)[4], std::uint32_t a
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four 8x8 matrices of 16-bit elements, each transposed; lane i gives the address of row i%8 of matrix i/8.
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i/8.
+__device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// The same, each matrix transposed; lane i gives the address of row i%8 of matrix i/8.
 __device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
 
-// A 16-byte asynchronous copy; with `live` false it writes zeros and reads nothing.
-__device__ __forceinline__ void copy_async_16(std::uint32_t smem, const void* source, bool live) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(source), "r"(live ? 16 : 0) : "memory");
+// A copy of kBytes of which the first `live_bytes` are read; the rest are zeros.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(std::uint32_t smem, const void* source, int live_bytes) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(source), "r"(live_bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(smem), "l"(source), "r"(live_bytes), "n"(kBytes) : "memory");
+  }
 }
-__device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most kPending of the committed groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Programmatic dependent launch: wait until the kernel before has finished and its writes are visible / let the next one start.
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
