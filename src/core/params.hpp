@@ -76,4 +76,36 @@ struct DenseAttentionParams {
   Context context;
 };
 
+// Gradients of attention, packed keys. Of sparse_attention where block_ids is given, else of dense_attention.
+struct AttentionBackwardParams {
+  MsaConfig config;
+  Geometry geo;
+  TensorView q;              // [T, Hq, D]
+  KeyBlocks k, v;            // [S, Hkv, D]
+  TensorView block_ids;      // [T, Hkv, k] int32, checked; absent: all visible keys
+  TensorView out;            // [T, Hq, D]
+  TensorView lse;            // [T, Hq] f32 (f64 on the reference backend)
+  TensorView d_out;          // [T, Hq, D]
+  TensorView d_q, d_k, d_v;  // [T, Hq, D], [S, Hkv, D], [S, Hkv, D]
+  bool deterministic;
+  Context context;
+};
+
+struct IndexKlParams {
+  MsaConfig config;
+  Geometry geo;
+  TensorView q;             // [T, Hq, D]
+  KeyBlocks k;              // [S, Hkv, D]
+  TensorView lse;           // [T, Hq] f32 (f64 on the reference backend)
+  TensorView q_idx;         // [T, Hkv, Di]
+  KeyBlocks k_idx;          // [S, Di]
+  TensorView block_ids;     // [T, Hkv, k] int32, checked; absent: all visible keys
+  TensorView loss;          // [1] f32 (f64 on the reference backend), may be absent
+  TensorView d_q_idx;       // [T, Hkv, Di], may be absent together with d_k_idx
+  TensorView d_k_idx;       // [S, Di]
+  std::int64_t num_tokens;  // T of the mean, at least 1
+  bool deterministic;
+  Context context;
+};
+
 }  // namespace openmsa::core

@@ -59,7 +59,12 @@ template <>
 const std::vector<Kernel<MsaDecodeParams>>& kernels();
 template <>
 const std::vector<Kernel<DenseAttentionParams>>& kernels();
+template <>
+const std::vector<Kernel<AttentionBackwardParams>>& kernels();  // of sparse_attention
+template <>
+const std::vector<Kernel<IndexKlParams>>& kernels();
 const std::vector<Kernel<SparseAttentionParams>>& decode_kernels();
+const std::vector<Kernel<AttentionBackwardParams>>& dense_backward_kernels();
 
 // Empty if the limits cover the request, else the first rule broken: "head_dim 72 is not in 16..256 step 16".
 std::string why_unsupported(const Limits& limits, const Request& request);

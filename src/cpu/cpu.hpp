@@ -21,6 +21,10 @@ void msa_decode(const core::MsaDecodeParams& params);
 void msa_decode_reserve(const core::MsaDecodeParams& params);
 void dense_attention(const core::DenseAttentionParams& params);
 void dense_attention_reserve(const core::DenseAttentionParams& params);
+void attention_backward(const core::AttentionBackwardParams& params);  // sparse or dense
+void attention_backward_reserve(const core::AttentionBackwardParams& params);
+void index_kl_loss(const core::IndexKlParams& params);
+void index_kl_loss_reserve(const core::IndexKlParams& params);
 
 // The SIMD target that run-time dispatch chose on this machine: "AVX3_DL", "AVX2", "NEON", ...
 std::string simd_target();

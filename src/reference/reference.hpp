@@ -14,5 +14,7 @@ void sparse_attention(const core::SparseAttentionParams& params);
 void msa_decode(const core::MsaDecodeParams& params);
 void msa_decode_reserve(const core::MsaDecodeParams& params);
 void dense_attention(const core::DenseAttentionParams& params);
+void attention_backward(const core::AttentionBackwardParams& params);  // sparse or dense
+void index_kl_loss(const core::IndexKlParams& params);
 
 }  // namespace openmsa::reference
