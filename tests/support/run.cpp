@@ -97,6 +97,35 @@ Attention run_sparse_decode(const Problem& problem, const Tensor& block_ids, con
   return run_sparse(sparse_decode, problem, block_ids, options);
 }
 
+DecodeStep run_msa_decode(const Problem& problem, const RunOptions& options, bool optional_outputs) {
+  DecodeStep result{attention_outputs(problem), Tensor()};
+  Attention& attention = result.attention;
+  if (optional_outputs) {
+    result.block_ids =
+        Tensor(DType::kI32, {problem.total_q, problem.config.num_kv_heads, problem.config.top_k}, output_padding(problem));
+  } else {
+    attention.lse = Tensor();
+  }
+  call<MsaDecodeArgs>(msa_decode,
+                      {.config = problem.config,
+                       .batch = problem.batch(),
+                       .q = problem.q.view(),
+                       .k = problem.k.view(),
+                       .v = problem.v.view(),
+                       .q_idx = problem.q_idx.view(),
+                       .k_idx = problem.k_idx.view(),
+                       .out = attention.out.view(),
+                       .lse = attention.lse.view(),
+                       .block_ids = result.block_ids.view(),
+                       .options = options},
+                      {&attention.out});
+  if (optional_outputs) {
+    EXPECT_TRUE(attention.lse.guards_intact()) << "wrote beside lse";
+    EXPECT_TRUE(result.block_ids.guards_intact()) << "wrote beside block_ids";
+  }
+  return result;
+}
+
 Attention run_dense_attention(const Problem& problem, const RunOptions& options, bool with_block_max) {
   Attention result = attention_outputs(problem);
   if (with_block_max) {

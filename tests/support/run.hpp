@@ -9,12 +9,19 @@ struct Attention {
   Tensor out, lse, block_max;
 };
 
+struct DecodeStep {
+  Attention attention;
+  Tensor block_ids;
+};
+
 // With a null `options.workspace` the call uses scratch of exactly workspace_bytes(args), so a wrong answer there fails too.
 Tensor run_block_scores(const Problem& problem, const RunOptions& options);
 Tensor run_select_blocks(const Problem& problem, const Tensor& scores, const RunOptions& options);
 Tensor run_index_select(const Problem& problem, const RunOptions& options);
 Attention run_sparse_attention(const Problem& problem, const Tensor& block_ids, const RunOptions& options);
 Attention run_sparse_decode(const Problem& problem, const Tensor& block_ids, const RunOptions& options);
+// Without `optional_outputs` lse and block_ids are left out.
+DecodeStep run_msa_decode(const Problem& problem, const RunOptions& options, bool optional_outputs = true);
 Attention run_dense_attention(const Problem& problem, const RunOptions& options, bool with_block_max = false);
 
 RunOptions on(Backend backend, std::int32_t num_threads = 0);

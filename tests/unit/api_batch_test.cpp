@@ -197,15 +197,17 @@ class ApiEmpty : public testing::TestWithParam<std::tuple<Backend, bool>> {
     EXPECT_TRUE(block_ids.same_bits(run_index_select(problem, options())));
     const Attention sparse = run_sparse_attention(problem, block_ids, options());
     const Attention decode = run_sparse_decode(problem, block_ids, options());
+    const DecodeStep step = run_msa_decode(problem, options());
+    EXPECT_TRUE(step.block_ids.same_bits(block_ids));
     const Attention dense = run_dense_attention(problem, options(), true);
-    for (const Attention* result : {&sparse, &decode, &dense}) {
+    for (const Attention* result : {&sparse, &decode, &step.attention, &dense}) {
       for (const double x : result->out.values()) EXPECT_TRUE(std::isfinite(x));
       for (const double x : result->lse.values()) EXPECT_FALSE(std::isnan(x));
     }
     for (std::int64_t t = 0; t < problem.total_q; ++t) {
       if (problem.query(t).num_visible > 0) continue;
       for (std::int64_t slot = 0; slot < 3; ++slot) EXPECT_EQ(block_ids(t, 0, slot), -1);
-      for (const Attention* result : {&sparse, &decode, &dense}) {
+      for (const Attention* result : {&sparse, &decode, &step.attention, &dense}) {
         for (std::int64_t h = 0; h < 4; ++h) {
           EXPECT_EQ(result->lse(t, h), -std::numeric_limits<double>::infinity());
           for (std::int64_t d = 0; d < 16; ++d) EXPECT_EQ(result->out(t, h, d), 0.0);

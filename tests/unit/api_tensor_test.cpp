@@ -11,6 +11,14 @@ using Slot = Calls::Slot;
 
 bool every(const Slot&) { return true; }
 bool outputs(const Slot& slot) { return slot.is_output; }
+bool optional(const Slot& slot) {
+  return slot.name == "lse" || slot.name == "block_max" || (slot.name == "block_ids" && slot.call == "msa_decode");
+}
+// The tensor that says how many tokens, which dtype and which device the others must have.
+bool leads(const Slot& slot) {
+  return slot.name == "q" || (slot.name == "q_idx" && slot.call != "msa_decode") ||
+         (slot.name == "scores" && slot.call == "select_blocks");
+}
 
 class ApiTensor : public testing::TestWithParam<bool> {
  protected:
@@ -19,8 +27,7 @@ class ApiTensor : public testing::TestWithParam<bool> {
 INSTANTIATE_TEST_SUITE_P(, ApiTensor, testing::Bool(), [](const auto& info) { return info.param ? "paged" : "packed"; });
 
 TEST_P(ApiTensor, RefusesMissing) {
-  calls.expect_each_refused([](const Slot& slot) { return slot.name != "lse" && slot.name != "block_max"; },
-                            [](TensorView& view) { view = {}; }, {"not given"});
+  calls.expect_each_refused([](const Slot& slot) { return !optional(slot); }, [](TensorView& view) { view = {}; }, {"not given"});
 }
 
 TEST_P(ApiTensor, RefusesWrongDtype) {
@@ -37,7 +44,10 @@ TEST_P(ApiTensor, RefusesFloat64ResultsOutsideTheReference) {
 
 TEST_P(ApiTensor, RefusesMixedDtypes) {
   calls.expect_each_refused(
-      [](const Slot& slot) { return slot.name == "k" || slot.name == "v" || slot.name == "k_idx" || slot.name == "out"; },
+      [](const Slot& slot) {
+        return slot.name == "k" || slot.name == "v" || slot.name == "k_idx" || slot.name == "out" ||
+               (slot.name == "q_idx" && !leads(slot));
+      },
       [](TensorView& view) { view.dtype = DType::kBF16; }, {"bfloat16", "float32", "one dtype"});
 }
 
@@ -93,7 +103,7 @@ TEST_P(ApiTensor, RefusesNullPointers) {
 
 TEST_P(ApiTensor, RefusesShapesAndStridesThatOverflow) {
   const auto has_free_axis = [](const Slot& slot) {
-    return slot.name == "q" || slot.name == "k" || slot.name == "q_idx" || slot.name == "k_idx";
+    return slot.name == "k" || slot.name == "k_idx" || (leads(slot) && slot.name != "scores");
   };
   calls.expect_each_refused(has_free_axis, [](TensorView& view) { view.shape[0] = std::int64_t{1} << 58; }, {"overflows 64 bits"});
   calls.expect_each_refused([](const Slot& slot) { return slot.view->rank >= 2; },
@@ -109,30 +119,24 @@ TEST_P(ApiTensor, RefusesMoreTokensThanOffsetsCanTell) {
     calls.block_scores.q_idx.shape[0] = calls.block_scores.scores.shape[0] = too_many;
     calls.select_blocks.scores.shape[0] = calls.select_blocks.block_ids.shape[0] = too_many;
     calls.index_select.q_idx.shape[0] = calls.index_select.block_ids.shape[0] = too_many;
-    for (TensorView* view :
-         {&calls.sparse.q, &calls.sparse.block_ids, &calls.sparse.out, &calls.sparse.lse, &calls.decode.q, &calls.decode.block_ids,
-          &calls.decode.out, &calls.decode.lse, &calls.dense.q, &calls.dense.out, &calls.dense.lse, &calls.dense.block_max}) {
+    for (TensorView* view : {&calls.sparse.q, &calls.sparse.block_ids, &calls.sparse.out, &calls.sparse.lse, &calls.decode.q,
+                             &calls.decode.block_ids, &calls.decode.out, &calls.decode.lse, &calls.msa_decode.q,
+                             &calls.msa_decode.q_idx, &calls.msa_decode.out, &calls.msa_decode.lse, &calls.msa_decode.block_ids,
+                             &calls.dense.q, &calls.dense.out, &calls.dense.lse, &calls.dense.block_max}) {
       view->shape[0] = too_many;
     }
-    const bool is_attention = call.name == "sparse_attention" || call.name == "sparse_decode" || call.name == "dense_attention";
-    expect_invalid(call.run,
-                   is_attention                   ? "q"
-                   : call.name == "select_blocks" ? "scores"
-                                                  : "q_idx",
-                   {"2147483648 tokens", "int32"});
+    const bool is_index = call.name == "block_scores" || call.name == "index_select";
+    expect_invalid(call.run, is_index ? "q_idx" : call.name == "select_blocks" ? "scores" : "q", {"2147483648 tokens", "int32"});
   }
   calls.expect_nothing_written();
 }
 
 TEST_P(ApiTensor, RefusesDeviceMix) {
-  calls.expect_each_refused(
-      [](const Slot& slot) {
-        return slot.name != "q" && slot.name != "q_idx" && !(slot.call == "select_blocks" && slot.name == "scores");
-      },
-      [](TensorView& view) {
-        view.device = {DeviceType::kCuda, 1};
-      },
-      {"is on cuda:1", "is on cpu", "one device"});
+  calls.expect_each_refused([](const Slot& slot) { return !leads(slot); },
+                            [](TensorView& view) {
+                              view.device = {DeviceType::kCuda, 1};
+                            },
+                            {"is on cuda:1", "is on cpu", "one device"});
 }
 
 TEST_P(ApiTensor, RefusesGpuTensorsWithoutReadingThem) {
@@ -235,6 +239,11 @@ TEST(ApiTensorViews, KeysAndValuesMustAgree) {
     Calls calls(paged);
     calls.sparse.v.shape[0] -= 1;
     expect_invalid([&] { sparse_attention(calls.sparse); }, "v", {"k has", "first axes must agree"});
+    calls.msa_decode.v.shape[0] -= 1;
+    expect_invalid([&] { msa_decode(calls.msa_decode); }, "v", {"k has", "first axes must agree"});
+    calls.msa_decode.v.shape[0] += 1;
+    calls.msa_decode.k_idx.shape[0] -= 1;
+    expect_invalid([&] { msa_decode(calls.msa_decode); }, "k_idx", {"k has", "first axes must agree"});
     calls.expect_nothing_written();
   }
 }
