@@ -96,6 +96,15 @@ TEST_P(CudaOpsAt, SparseAttentionIsRight) {
   }
 }
 
+// Also for many queries, which it takes though it is not made for them.
+TEST_P(CudaOpsAt, MsaDecodeIsRight) {
+  const Problem problem = problem_of(GetParam());
+  const DeviceProblem device(problem);
+  const DecodeStep step = gpu_msa_decode(device);
+  EXPECT_TRUE(selection_right(problem, step.block_ids, oracle_scores(problem), GetParam().values == Values::kIntegers));
+  EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids));
+}
+
 TEST_P(CudaOpsAt, DenseAttentionIsRight) {
   const Problem problem = problem_of(GetParam());
   const DeviceProblem device(problem);
@@ -129,6 +138,8 @@ TEST_P(CudaOpsAt, ValuesReachTheRowsThatSeeThem) {
   const DeviceProblem device(problem);
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, block_ids), &block_ids)) << "prefill";
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_decode, device, block_ids), &block_ids)) << "decode";
+  const DecodeStep step = gpu_msa_decode(device);
+  EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_decode";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, false), nullptr)) << "dense";
 }
 
@@ -180,6 +191,18 @@ TEST_F(CudaOps, BrokenIndexDataAreReportedAndReadNothing) {
         told("score", block_scores, BlockScoresArgs{config, batch, device.q_idx.view(), device.k_idx.view(), scores.view(), {}});
         told("index_select", index_select,
              IndexSelectArgs{config, batch, device.q_idx.view(), device.k_idx.view(), selected.view(), {}});
+        told("msa_decode", msa_decode,
+             MsaDecodeArgs{.config = config,
+                           .batch = batch,
+                           .q = device.q.view(),
+                           .k = device.k.view(),
+                           .v = device.v.view(),
+                           .q_idx = device.q_idx.view(),
+                           .k_idx = device.k_idx.view(),
+                           .out = out.view(),
+                           .lse = {},
+                           .block_ids = {},
+                           .options = {}});
       }
     }
   }
