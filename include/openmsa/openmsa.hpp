@@ -10,4 +10,5 @@
 #include "openmsa/indexer.hpp"
 #include "openmsa/info.hpp"
 #include "openmsa/tensor.hpp"
+#include "openmsa/training.hpp"
 #include "openmsa/workspace.hpp"

@@ -161,7 +161,7 @@ Checker::Checker(const RunOptions& options, Mode mode) : options_(options), mode
     refuse("options.num_threads", "is " + std::to_string(options.num_threads) + "; it must be in 0.." +
                                       std::to_string(kMaxThreads) + ", where 0 means one per processor.");
   }
-  entries_.reserve(12);
+  entries_.reserve(16);
 }
 
 TensorView Checker::tensor(const char* name, const TensorView& view, std::uint32_t dtypes, std::initializer_list<Axis> axes,

@@ -24,10 +24,19 @@ const core::Kernel<Params>* find_kernel(const std::vector<core::Kernel<Params>>&
   return nullptr;
 }
 
+// `why_not` is empty where the backend has no kernel of the stage at all.
 [[noreturn]] inline void refuse_unsupported(const char* stage, Backend asked, Backend backend, const std::string& why_not) {
+  if (why_not.empty()) {
+    refuse("options.backend",
+           std::string("is ") + backend_name(asked) + ", and the " + backend_name(backend) + " backend has no " + stage +
+               " kernel in this version, for any size. " +
+               (backend == Backend::kCuda ? "Copy the tensors to the CPU for this call, or use PyTorch's own operations on the GPU."
+                                          : "Use the reference backend (any size, slow)."),
+           ErrorCode::kUnsupported);
+  }
   refuse("options.backend",
          std::string("is ") + backend_name(asked) + ", and no " + stage + " kernel of the " + backend_name(backend) +
-             " backend takes this call: " + (why_not.empty() ? "there is none" : why_not) +
+             " backend takes this call: " + why_not +
              (backend == Backend::kCuda ? ". Change the dtype or the sizes, or move the tensors to the CPU."
                                         : ". Change the sizes, or use the reference backend (any size, slow)."),
          ErrorCode::kUnsupported);
@@ -60,10 +69,18 @@ std::int32_t device_of(const Params& params) {
   }
 }
 
-// An empty batch has nothing to do and needs no scratch.
+// An empty batch has nothing to do and needs no scratch. Training is different: without queries, the keys' gradients are still
+// zeros to be written, and so is the loss.
+template <typename Params>
+bool nothing_to_do(const Params& params) {
+  constexpr bool kIsBackward = requires { params.d_k; };
+  constexpr bool kIsIndexKl = requires { params.d_k_idx; };
+  return !kIsBackward && !kIsIndexKl && params.geo.total_q == 0;
+}
+
 template <typename Params>
 std::size_t scratch_bytes(Call<Params> call) {
-  if (call.kernel->reserve == nullptr || call.params.geo.total_q == 0) return 0;
+  if (call.kernel->reserve == nullptr || nothing_to_do(call.params)) return 0;
   core::Arena counting;
   call.params.context.arena = &counting;
   call.kernel->reserve(call.params);
@@ -74,7 +91,7 @@ template <typename Params>
 void run(Call<Params> call, const RunOptions& options) {
   const bool on_gpu = call.kernel->backend == Backend::kCuda;
   if (on_gpu) cuda::throw_device_fault(device_of(call.params));
-  if (call.params.geo.total_q == 0) return;
+  if (nothing_to_do(call.params)) return;
   const std::size_t needed = scratch_bytes(call);
   if (options.workspace != nullptr) {
     const Workspace& workspace = *options.workspace;

@@ -76,7 +76,8 @@ struct DenseAttentionParams {
   Context context;
 };
 
-// Gradients of attention, packed keys. Of sparse_attention where block_ids is given, else of dense_attention.
+// Gradients of attention, packed keys. Of sparse_attention where block_ids is given, else of dense_attention. Unlike every call
+// above this one and the next come with T = 0 too: the gradients of the keys are zeros then.
 struct AttentionBackwardParams {
   MsaConfig config;
   Geometry geo;

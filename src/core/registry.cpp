@@ -178,4 +178,27 @@ const std::vector<Kernel<DenseAttentionParams>>& kernels() {
   return table;
 }
 
+template <>
+const std::vector<Kernel<AttentionBackwardParams>>& kernels() {
+  static const std::vector<Kernel<AttentionBackwardParams>> table = {
+      {Backend::kReference, "reference_attention_backward", kOracleLimits, reference::attention_backward, nullptr},
+  };
+  return table;
+}
+
+const std::vector<Kernel<AttentionBackwardParams>>& dense_backward_kernels() {
+  static const std::vector<Kernel<AttentionBackwardParams>> table = {
+      {Backend::kReference, "reference_attention_backward", kOracleLimits, reference::attention_backward, nullptr},
+  };
+  return table;
+}
+
+template <>
+const std::vector<Kernel<IndexKlParams>>& kernels() {
+  static const std::vector<Kernel<IndexKlParams>> table = {
+      {Backend::kReference, "reference_index_kl", kOracleLimits, reference::index_kl_loss, nullptr},
+  };
+  return table;
+}
+
 }  // namespace openmsa::core

@@ -1,6 +1,4 @@
 // Causal attention over every visible key, and the largest scaled score of each block.
-#include <numeric>
-
 #include "reference/attend.hpp"
 #include "reference/reference.hpp"
 
@@ -9,13 +7,15 @@ namespace openmsa::reference {
 void dense_attention(const core::DenseAttentionParams& params) {
   const MsaConfig& config = params.config;
   for_each_query(params.geo, params.context, [&](const Query& query, std::int32_t) {
-    std::vector<std::int64_t> keys(static_cast<std::size_t>(query.num_visible));
-    std::iota(keys.begin(), keys.end(), 0);
     for (std::int32_t h = 0; h < config.num_q_heads; ++h) {
-      const KeysAndValues kv{params.geo, params.k, params.v, query.seq, h / config.group_size()};
+      const std::int32_t g = h / config.group_size();
+      const auto keys = attended_keys(params.geo, {}, query, g);
+      const HeadRows k{params.geo, params.k, query.seq, g}, v{params.geo, params.v, query.seq, g};
       const auto q = load_row(address(params.q, query.token, h), params.q.dtype, config.head_dim);
-      const auto scores = scaled_scores(kv, q, config.effective_softmax_scale(), keys);
-      store_result(attend(kv, scores, keys, config.head_dim), params.out, params.lse, query.token, h);
+      const auto scores = scaled_scores(k, q, config.effective_softmax_scale(), keys);
+      const Softmax weights = softmax(scores);
+      store_result(weighted_sum(v, weights.probabilities, keys, config.head_dim), weights.lse, params.out, params.lse, query.token,
+                   h);
 
       if (!params.block_max.given()) continue;
       std::vector<double> block_max(static_cast<std::size_t>(params.block_max.shape[2]), -kInfinity);

@@ -59,6 +59,10 @@ inline void store(std::byte* data, DType dtype, std::int64_t i, double value) {
   }
 }
 
+inline void store_row(std::byte* data, DType dtype, const std::vector<double>& values) {
+  for (std::size_t i = 0; i < values.size(); ++i) store(data, dtype, static_cast<std::int64_t>(i), values[i]);
+}
+
 // Address of view[t, h, 0], or of view[t, h] for a view of rank 2.
 inline std::byte* address(const TensorView& view, std::int64_t t, std::int64_t h) {
   return static_cast<std::byte*>(view.data) + (t * view.stride[0] + h * view.stride[1]) * dtype_bytes(view.dtype);
@@ -68,6 +72,11 @@ inline double dot(const std::vector<double>& a, const std::vector<double>& b) {
   double sum = 0.0;
   for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
   return sum;
+}
+
+// sum += factor * row
+inline void add_scaled(std::vector<double>& sum, double factor, const std::vector<double>& row) {
+  for (std::size_t i = 0; i < row.size(); ++i) sum[i] += factor * row[i];
 }
 
 // max, except that a NaN stays.
@@ -88,14 +97,19 @@ struct Query {
   std::int64_t num_visible_blocks;
 };
 
+// Query number i of a sequence.
+inline Query query_of(const core::Geometry& geo, std::int32_t seq, std::int64_t i) {
+  const std::int64_t p = geo.position(seq, i);
+  const std::int64_t num_visible = geo.num_visible(seq, p);
+  return {seq, geo.query_begin(seq) + i, p, num_visible, (num_visible + geo.block_size - 1) / geo.block_size};
+}
+
 // Calls body(query, worker) for each query token of the batch. Queries are independent, hence threads change nothing.
 template <typename Body>
 void for_each_query(const core::Geometry& geo, const core::Context& context, const Body& body) {
   core::parallel_for(context.num_threads, geo.total_q, [&](std::int64_t t, std::int32_t worker) {
     const std::int32_t seq = geo.seq_of_token(t);
-    const std::int64_t p = geo.position(seq, t - geo.query_begin(seq));
-    const std::int64_t num_visible = geo.num_visible(seq, p);
-    body(Query{seq, t, p, num_visible, (num_visible + geo.block_size - 1) / geo.block_size}, worker);
+    body(query_of(geo, seq, t - geo.query_begin(seq)), worker);
   });
 }
 
