@@ -1,28 +1,8 @@
 #include "support/run.hpp"
 
-#include <gtest/gtest.h>
-
 namespace openmsa::test {
 
 namespace {
-
-// The reference backend answers in float64 where its inputs are float64.
-DType result_dtype(const Problem& problem) { return problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
-
-template <typename Args>
-void call(void (*function)(const Args&), Args args, std::initializer_list<const Tensor*> outputs) {
-  Workspace workspace;
-  if (args.options.workspace == nullptr) {
-    workspace = Workspace(workspace_bytes(args));
-    args.options.workspace = &workspace;
-  }
-  function(args);
-  for (const Tensor* output : outputs) {
-    EXPECT_TRUE(output->guards_intact()) << "wrote beside an output";
-  }
-}
-
-std::int64_t output_padding(const Problem& problem) { return problem.layout.strided ? 16 : 0; }
 
 Attention attention_outputs(const Problem& problem) {
   return {Tensor(problem.dtype, {problem.total_q, problem.config.num_q_heads, problem.config.head_dim}, output_padding(problem)),
