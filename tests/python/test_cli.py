@@ -90,7 +90,9 @@ def test_info_lists_backends_and_kernels(capsys):
     assert backends["reference"]["available"] and backends["cpu"]["available"]
     assert all(b["detail"] for b in backends.values())
     stages = {k["stage"] for k in facts["kernels"] if k["backend"] == "cpu"}
-    assert stages == {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "dense_attention"}
+    assert stages == {
+        "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention"
+    }  # fmt: skip
     assert facts["simd_target"] and facts["threads"] >= 1
 
 

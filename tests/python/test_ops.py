@@ -181,6 +181,26 @@ def test_decode_and_prefill_paths_of_msa_attention_agree(backend, rng):
         check_all(all_outputs(data, layout.batch(), SMALL, backend=backend), data, layout, SMALL)
 
 
+@pytest.mark.parametrize("layout", [Layout([1], [130]), Layout([4, 1, 0, 2], [130, 49, 20, 1]), Layout([3], [2])], ids=str)
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_few_queries_equal_the_two_steps(layout, paged, kind, backend, rng):
+    """msa_attention takes msa_decode here, which is index_select and sparse_decode in one call."""
+    data = golden.make_data(layout, SMALL, rng, exact_index=False)
+    data, batch = golden.to_pages(data, layout, SMALL, rng) if paged else (data, layout.batch())
+    data = as_numpy(data) if kind == "numpy" else data
+    args = (data.q, data.k, data.v, data.q_idx, data.k_idx, batch, SMALL)
+    ids = openmsa.index_select(data.q_idx, data.k_idx, batch, SMALL, backend=backend)
+    out, lse = openmsa.sparse_decode(data.q, data.k, data.v, ids, batch, SMALL, return_lse=True, backend=backend)
+    for with_lse in (False, True):
+        for with_ids in (False, True):
+            found = openmsa.msa_attention(*args, return_lse=with_lse, return_block_ids=with_ids, backend=backend)
+            want = (out, *((lse,) if with_lse else ()), *((ids,) if with_ids else ()))
+            for x, y in zip(want, found if isinstance(found, tuple) else (found,), strict=True):
+                assert type(x) is type(y) and x.dtype == y.dtype
+                np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
 def test_defaults_come_from_shapes(rng):
     config = MsaConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, index_dim=32)
     data = golden.make_data(Layout([300], [300]), config, rng)

@@ -104,7 +104,9 @@ def test_registry_is_listed():
     backends = {row.backend: row for row in openmsa.list_backends()}
     assert backends["reference"].available and backends["cpu"].available and backends["cpu"].detail
     assert all(row.detail for row in backends.values())
-    stages = {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "dense_attention"}
+    stages = {
+        "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention"
+    }  # fmt: skip
     for backend in ("reference", "cpu"):
         assert {row.stage for row in openmsa.list_kernels() if row.backend == backend} == stages
     assert all(row.name and row.supports for row in openmsa.list_kernels())
