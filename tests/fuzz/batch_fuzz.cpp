@@ -43,15 +43,20 @@ void run(Input input) {
   const bool valid = hints_hold && world.cu_seqlens_k.back() == world.total_k;
   const bool scores_fit = hints_hold && (longest(world.cu_seqlens_k) + 15) / 16 <= world.score_width();
 
-  World::Results results = world.results(), selected = world.results(), decoded = world.results(), dense = world.results();
+  World::Results results = world.results(), selected = world.results(), decoded = world.results(), step = world.results(),
+                 dense = world.results();
   require(world.block_scores(results, options) == valid, "block_scores runs exactly on valid batches");
   if (!valid) std::fill(results.scores.bytes.begin(), results.scores.bytes.end(), std::byte{0});  // some scores for the next call
   require(world.select_blocks(results.scores, selected, options) == scores_fit, "select_blocks runs exactly on valid batches");
   require(world.index_select(results, options) == valid, "index_select runs exactly on valid batches");
   require(world.sparse_attention(results.block_ids, results, options) == valid, "sparse_attention runs exactly on valid batches");
   require(world.sparse_decode(results.block_ids, decoded, options) == valid, "sparse_decode runs exactly on valid batches");
+  require(world.msa_decode(step, options) == valid, "msa_decode runs exactly on valid batches");
   require(world.dense_attention(dense, options) == valid, "dense_attention runs exactly on valid batches");
-  if (valid) require(results.block_ids.bytes == selected.block_ids.bytes, "index_select equals block_scores and select_blocks");
+  if (!valid) return;
+  require(results.block_ids.bytes == selected.block_ids.bytes, "index_select equals block_scores and select_blocks");
+  require(step.block_ids.bytes == results.block_ids.bytes, "msa_decode selects what index_select does");
+  require(step.out.bytes == decoded.out.bytes && step.lse.bytes == decoded.lse.bytes, "msa_decode equals sparse_decode");
 }
 
 }  // namespace

@@ -33,7 +33,8 @@ void run(Input input) {
   }
   const bool valid = lengths_fit && pages_exist;
 
-  World::Results results = world.results(), selected = world.results(), decoded = world.results(), dense = world.results();
+  World::Results results = world.results(), selected = world.results(), decoded = world.results(), step = world.results(),
+                 dense = world.results();
   require(world.block_scores(results, options) == valid, "block_scores runs exactly on valid tables");
   if (!valid) std::fill(results.scores.bytes.begin(), results.scores.bytes.end(), std::byte{0});
   require(world.select_blocks(results.scores, selected, options) == lengths_fit,
@@ -41,6 +42,7 @@ void run(Input input) {
   require(world.index_select(results, options) == valid, "index_select runs exactly on valid tables");
   require(world.sparse_attention(results.block_ids, results, options) == valid, "sparse_attention runs exactly on valid tables");
   require(world.sparse_decode(results.block_ids, decoded, options) == valid, "sparse_decode runs exactly on valid tables");
+  require(world.msa_decode(step, options) == valid, "msa_decode runs exactly on valid tables");
   require(world.dense_attention(dense, options) == valid, "dense_attention runs exactly on valid tables");
 }
 

@@ -64,6 +64,7 @@ struct World {
   bool index_select(Results& results, const RunOptions& options) const;
   bool sparse_attention(const Buffer& block_ids, Results& results, const RunOptions& options) const;
   bool sparse_decode(const Buffer& block_ids, Results& results, const RunOptions& options) const;
+  bool msa_decode(Results& results, const RunOptions& options) const;
   bool dense_attention(Results& results, const RunOptions& options) const;
   bool sparse(void (*function)(const SparseAttentionArgs&), const Buffer& block_ids, Results& results,
               const RunOptions& options) const;
