@@ -94,22 +94,16 @@ int main() try {
   };
   std::vector<std::int32_t> step_ids(hkv * config.top_k);
   std::vector<float> step_out(hq * d);
-  const openmsa::IndexSelectArgs select_step{
-      .config = config,
-      .batch = step,
-      .q_idx = make_view(&q_idx[(num_tokens - 1) * hkv * di], {1, hkv, di}),
-      .k_idx = make_view(k_idx_pages.data(), {num_pages, block, di}),
-      .block_ids = make_view(step_ids.data(), {1, hkv, config.top_k}),
-  };
-  openmsa::index_select(select_step);
-  openmsa::sparse_decode({
+  openmsa::msa_decode({
       .config = config,
       .batch = step,
       .q = make_view(&q[(num_tokens - 1) * hq * d], {1, hq, d}),
       .k = make_view(k_pages.data(), {num_pages, hkv, block, d}),
       .v = make_view(v_pages.data(), {num_pages, hkv, block, d}),
-      .block_ids = select_step.block_ids,
+      .q_idx = make_view(&q_idx[(num_tokens - 1) * hkv * di], {1, hkv, di}),
+      .k_idx = make_view(k_idx_pages.data(), {num_pages, block, di}),
       .out = make_view(step_out.data(), {1, hq, d}),
+      .block_ids = make_view(step_ids.data(), {1, hkv, config.top_k}),
   });
 
   float difference = 0;
