@@ -115,13 +115,29 @@ def test_check_passes(dtype, capsys):
     assert code == OK and report["passed"]
     assert report["query_tokens_checked"] == report["query_tokens"] == 184
     seen = {(row["layout"], row["stage"]) for row in report["rows"]}
-    assert len(seen) == 12  # six stages, packed and paged
+    assert len(seen) == 12  # six stages, packed and paged; msa_decode is for fewer queries
     assert all(row["passed"] and row["measured"] <= row["allowed"] for row in report["rows"])
 
 
 def test_check_takes_decode_shapes_and_empty_sequences(capsys):
     code, report = run_json(capsys, "check", "--seqlens-q", "3,5,0,7", "--seqlens-k", "0,100,10,3", "--block-size", "16")
     assert code == OK and report["seqlens_k"] == [0, 100, 10, 3]
+
+
+def test_check_includes_msa_decode_for_few_queries(capsys, monkeypatch):
+    few = ["check", "--seqlens-q", "1,4,0", "--seqlens-k", "300,170,5", *SMALL[2:]]
+    code, report = run_json(capsys, *few)
+    assert code == OK and len({(row["layout"], row["stage"]) for row in report["rows"]}) == 14
+    right = openmsa.msa_attention
+
+    def slightly_wrong(*args, **kwargs):
+        out, lse, ids = right(*args, **kwargs)
+        return out + 1e-3, lse, ids
+
+    monkeypatch.setattr(openmsa, "msa_attention", slightly_wrong)
+    assert main([*few, "--json"]) == FAILED
+    report = json.loads(capsys.readouterr().out)
+    assert {row["stage"] for row in report["rows"] if not row["passed"]} == {"msa_decode"}
 
 
 def test_check_uses_windows_on_long_sequences(capsys, monkeypatch):
