@@ -186,6 +186,68 @@ void py_dense_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle out
   dense_attention(args);
 }
 
+void py_sparse_attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handle block_ids, nb::handle out, nb::handle lse,
+                                  nb::handle d_out, nb::handle d_q, nb::handle d_k, nb::handle d_v, bool deterministic,
+                                  OPENMSA_CALL_PARAMETERS) {
+  SparseAttentionBackwardArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.q = view_of(q, "q");
+  args.k = view_of(k, "k");
+  args.v = view_of(v, "v");
+  args.block_ids = view_of(block_ids, "block_ids");
+  args.out = view_of(out, "out");
+  args.lse = view_of(lse, "lse");
+  args.d_out = view_of(d_out, "d_out");
+  args.d_q = view_of(d_q, "d_q");
+  args.d_k = view_of(d_k, "d_k");
+  args.d_v = view_of(d_v, "d_v");
+  args.deterministic = deterministic;
+  const GpuCall gpu(args);
+  const nb::gil_scoped_release release;
+  sparse_attention_backward(args);
+}
+
+void py_dense_attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle d_out,
+                                 nb::handle d_q, nb::handle d_k, nb::handle d_v, bool deterministic, OPENMSA_CALL_PARAMETERS) {
+  DenseAttentionBackwardArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.q = view_of(q, "q");
+  args.k = view_of(k, "k");
+  args.v = view_of(v, "v");
+  args.out = view_of(out, "out");
+  args.lse = view_of(lse, "lse");
+  args.d_out = view_of(d_out, "d_out");
+  args.d_q = view_of(d_q, "d_q");
+  args.d_k = view_of(d_k, "d_k");
+  args.d_v = view_of(d_v, "d_v");
+  args.deterministic = deterministic;
+  const GpuCall gpu(args);
+  const nb::gil_scoped_release release;
+  dense_attention_backward(args);
+}
+
+void py_index_kl_loss(nb::handle q, nb::handle k, nb::handle lse, nb::handle q_idx, nb::handle k_idx, nb::handle block_ids,
+                      nb::handle loss, nb::handle d_q_idx, nb::handle d_k_idx, std::int64_t num_tokens, bool deterministic,
+                      std::optional<double> index_scale, OPENMSA_CALL_PARAMETERS) {
+  IndexKlLossArgs args;
+  OPENMSA_FILL_COMMON(args);
+  args.config.index_scale = index_scale;
+  args.q = view_of(q, "q");
+  args.k = view_of(k, "k");
+  args.lse = view_of(lse, "lse");
+  args.q_idx = view_of(q_idx, "q_idx");
+  args.k_idx = view_of(k_idx, "k_idx");
+  args.block_ids = optional_view_of(block_ids, "block_ids");
+  args.loss = optional_view_of(loss, "loss");
+  args.d_q_idx = optional_view_of(d_q_idx, "d_q_idx");
+  args.d_k_idx = optional_view_of(d_k_idx, "d_k_idx");
+  args.num_tokens = num_tokens;
+  args.deterministic = deterministic;
+  const GpuCall gpu(args);
+  const nb::gil_scoped_release release;
+  index_kl_loss(args);
+}
+
 nb::list py_list_backends() {
   nb::list rows;
   for (const BackendInfo& info : list_backends()) {
@@ -293,6 +355,13 @@ NB_MODULE(_core, module) {
              OPENMSA_CALL_NAMES, "Writes out, lse and block_ids.");
   module.def("dense_attention", &py_dense_attention, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(), "block_max"_a.none(),
              OPENMSA_CALL_NAMES, "Writes out, lse and block_max.");
+  module.def("sparse_attention_backward", &py_sparse_attention_backward, "q"_a, "k"_a, "v"_a, "block_ids"_a, "out"_a, "lse"_a,
+             "d_out"_a, "d_q"_a, "d_k"_a, "d_v"_a, "deterministic"_a, OPENMSA_CALL_NAMES, "Writes d_q, d_k and d_v.");
+  module.def("dense_attention_backward", &py_dense_attention_backward, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "d_out"_a, "d_q"_a,
+             "d_k"_a, "d_v"_a, "deterministic"_a, OPENMSA_CALL_NAMES, "Writes d_q, d_k and d_v.");
+  module.def("index_kl_loss", &py_index_kl_loss, "q"_a, "k"_a, "lse"_a, "q_idx"_a, "k_idx"_a, "block_ids"_a.none(), "loss"_a.none(),
+             "d_q_idx"_a.none(), "d_k_idx"_a.none(), "num_tokens"_a, "deterministic"_a, "index_scale"_a.none(), OPENMSA_CALL_NAMES,
+             "Writes loss, d_q_idx and d_k_idx.");
 }
 
 }  // namespace openmsa::python

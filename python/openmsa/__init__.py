@@ -17,11 +17,14 @@ from .info import BackendInfo, KernelInfo, list_backends, list_kernels, synchron
 from .ops import (
     block_scores,
     dense_attention,
+    dense_attention_backward,
+    index_kl_loss,
     index_select,
     load_torch_ops as _load_torch_ops,
     msa_attention,
     select_blocks,
     sparse_attention,
+    sparse_attention_backward,
     sparse_decode,
 )
 
@@ -34,8 +37,8 @@ __version__ = _version()
 __all__ = [
     "BackendInfo", "Batch", "CacheStep", "DeviceError", "Error", "InvalidArgumentError", "KernelInfo", "MsaConfig",
     "OutOfPagesError", "OutOfWorkspaceError", "PagedKvCache", "UnsupportedError", "block_scores", "compat", "dense_attention",
-    "errors", "hf", "index_select", "list_backends", "list_kernels", "msa_attention", "nn", "select_blocks", "sparse_attention",
-    "sparse_decode", "synchronize",
+    "dense_attention_backward", "errors", "hf", "index_kl_loss", "index_select", "list_backends", "list_kernels", "msa_attention",
+    "nn", "select_blocks", "sparse_attention", "sparse_attention_backward", "sparse_decode", "synchronize",
 ]  # fmt: skip
 
 _LAZY_MODULES = {"nn": "nn", "hf": "hf", "compat": "compat", "PagedKvCache": "cache", "CacheStep": "cache"}

@@ -55,3 +55,24 @@ def dense_attention(
     q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
     backend: str, num_threads: int, trust_indices: bool,
 ) -> None: ...
+def sparse_attention_backward(
+    q: _Array, k: _Array, v: _Array, block_ids: _Array, out: _Array, lse: _Array, d_out: _Array,
+    d_q: _Array, d_k: _Array, d_v: _Array, deterministic: bool,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...
+def dense_attention_backward(
+    q: _Array, k: _Array, v: _Array, out: _Array, lse: _Array, d_out: _Array,
+    d_q: _Array, d_k: _Array, d_v: _Array, deterministic: bool,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...
+def index_kl_loss(
+    q: _Array, k: _Array, lse: _Array, q_idx: _Array, k_idx: _Array, block_ids: _Array | None, loss: _Array | None,
+    d_q_idx: _Array | None, d_k_idx: _Array | None, num_tokens: int, deterministic: bool, index_scale: float | None,
+    cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
+    q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...

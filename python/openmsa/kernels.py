@@ -77,3 +77,30 @@ def dense_attention(empty: Empty, q: Any, k: Any, v: Any, with_block_max: bool, 
     block_max = empty(q, (*q.shape[:2], num_blocks(call)) if with_block_max else (0,), accumulator(q))
     _core.dense_attention(q, k, v, out, lse, block_max if with_block_max else None, *call)
     return out, lse, block_max
+
+
+def sparse_attention_backward(
+    empty: Empty, q: Any, k: Any, v: Any, block_ids: Any, out: Any, lse: Any, d_out: Any, deterministic: bool, *call: Any
+) -> tuple[Any, Any, Any]:
+    d_q, d_k, d_v = (empty(x, x.shape, None) for x in (q, k, v))
+    _core.sparse_attention_backward(q, k, v, block_ids, out, lse, d_out, d_q, d_k, d_v, deterministic, *call)
+    return d_q, d_k, d_v
+
+
+def dense_attention_backward(
+    empty: Empty, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, deterministic: bool, *call: Any
+) -> tuple[Any, Any, Any]:
+    d_q, d_k, d_v = (empty(x, x.shape, None) for x in (q, k, v))
+    _core.dense_attention_backward(q, k, v, out, lse, d_out, d_q, d_k, d_v, deterministic, *call)
+    return d_q, d_k, d_v
+
+
+def index_kl_loss(
+    empty: Empty, q: Any, k: Any, lse: Any, q_idx: Any, k_idx: Any, block_ids: Any,
+    num_tokens: Any, with_gradients: bool, deterministic: bool, index_scale: float | None, *call: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    loss = empty(q, (1,), accumulator(q))
+    d_q_idx, d_k_idx = (empty(x, x.shape if with_gradients else (0,), None) for x in (q_idx, k_idx))
+    gradients = (d_q_idx, d_k_idx) if with_gradients else (None, None)
+    _core.index_kl_loss(q, k, lse, q_idx, k_idx, block_ids, loss, *gradients, num_tokens, deterministic, index_scale, *call)
+    return loss.reshape(()), d_q_idx, d_k_idx

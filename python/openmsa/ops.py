@@ -8,6 +8,10 @@ Every function takes these keyword arguments:
 ``backend``        "auto" (the fastest for the tensors' device), "reference" (fp64, slow, the oracle) or "cpu".
 ``num_threads``    CPU threads; default ``torch.get_num_threads()``. Results do not depend on it.
 ``trust_indices``  skip the check of block ids and page ids; a wrong id is then undefined behaviour.
+
+Gradients: msa_attention, sparse_attention, sparse_decode and dense_attention are differentiable in q, k and v, index_kl_loss in
+q_idx and k_idx, over packed keys on the CPU. Nothing else carries a gradient: not the selection, not lse, not block_max. Backward
+passes are the same from run to run under ``torch.use_deterministic_algorithms(True)``, on the CPU always.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ from .errors import InvalidArgumentError, UnsupportedError
 MAX_DECODE_QUERIES = 4
 # The same on a GPU, whose decode kernels are made for speculative steps of up to 16 tokens.
 MAX_DECODE_QUERIES_CUDA = 16
+# The gradients of the index KL loss are made along with it and kept, in the storage type. With 1 / num_tokens in them they would
+# vanish in float16 before a loss scale could lift them, so there they are kept this much larger.
+KL_FLOAT16_SCALE = 1024
 
 Array = TypeVar("Array")  # torch.Tensor or numpy.ndarray: what comes out is of the kind that went in
 
@@ -62,13 +69,30 @@ def _family(names: tuple[str, ...], *tensors: Any) -> Any:
     for name, tensor in zip(names, tensors):
         if not isinstance(tensor, torch.Tensor):
             raise _wrong_kind(name, tensor, f"a PyTorch tensor, as {names[0]} is")
-        if tensor.requires_grad and torch.is_grad_enabled():
+    return family
+
+
+def _wants_gradient(family: Any, batch: Batch, **tensors: Any) -> bool:
+    """Whether autograd will ask for gradients of these; refuses where it would ask in vain."""
+    if family is numpy_ops or not family.torch.is_grad_enabled():
+        return False
+    for name, tensor in tensors.items():
+        if not tensor.requires_grad:
+            continue
+        if batch.is_paged:
             raise UnsupportedError(
-                f"{name} requires a gradient, but this version computes forward results only. Run under torch.no_grad() or "
-                f"torch.inference_mode(), or pass {name}.detach().",
+                f"{name} requires a gradient, but batch has paged keys, and gradients are for packed ones. Train on k and v of shape "
+                "[S, Hkv, D] with batch.cu_seqlens_k; to read a cache, run under torch.no_grad() or torch.inference_mode().",
                 name,
             )
-    return family
+        if tensor.is_cuda and "sparse_attention_backward" not in family.CUDA_STAGES:
+            raise UnsupportedError(
+                f"{name} requires a gradient and lies on a GPU, but training kernels for GPUs do not exist yet. Train on the CPU "
+                "(all tensors and the batch), or run under torch.no_grad() or torch.inference_mode().",
+                name,
+            )
+        return True
+    return False
 
 
 def _wrong_kind(name: str, value: Any, expected: str) -> InvalidArgumentError:
@@ -103,7 +127,15 @@ def block_scores(
     :param k_idx: [S, Di] or paged; one index key head shared by all groups
     """
     family = _family(("q_idx", "k_idx"), q_idx, k_idx)
-    return family.block_scores(q_idx, k_idx, *_call(family, batch, config, backend, num_threads, trust_indices))
+    call = _call(family, batch, config, backend, num_threads, trust_indices)
+    for name, tensor in (("q_idx", q_idx), ("k_idx", k_idx)):
+        if family is not numpy_ops and tensor.requires_grad and family.torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name} requires a gradient, but block scores carry none: the index branch learns by openmsa.index_kl_loss. Pass "
+                f"{name}.detach(), or run under torch.no_grad().",
+                name,
+            )
+    return family.block_scores(q_idx, k_idx, *call)
 
 
 def select_blocks(
@@ -139,7 +171,9 @@ def sparse_attention(
     :param return_lse: also return lse [T, Hq] float32, the natural log of the sum of exponentials of the scaled scores
     """
     family = _family(("q", "k", "v", "block_ids"), q, k, v, block_ids)
-    out, lse = family.sparse_attention(q, k, v, block_ids, *_call(family, batch, config, backend, num_threads, trust_indices))
+    call = _call(family, batch, config, backend, num_threads, trust_indices)
+    _wants_gradient(family, batch, q=q, k=k, v=v)
+    out, lse = family.sparse_attention(q, k, v, block_ids, *call)
     return (out, lse) if return_lse else out
 
 
@@ -147,9 +181,14 @@ def sparse_decode(
     q: Array, k: Array, v: Array, block_ids: Array, batch: Batch, config: MsaConfig,
     *, return_lse: bool = False, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
 ) -> Array | tuple[Array, Array]:  # fmt: skip
-    """The result of sparse_attention, by the path made for few query tokens per sequence (decode, speculative decode)."""
+    """The result of sparse_attention, by the path made for few query tokens per sequence (decode, speculative decode).
+
+    Where gradients are wanted it is sparse_attention itself, which has them.
+    """
     family = _family(("q", "k", "v", "block_ids"), q, k, v, block_ids)
-    out, lse = family.sparse_decode(q, k, v, block_ids, *_call(family, batch, config, backend, num_threads, trust_indices))
+    call = _call(family, batch, config, backend, num_threads, trust_indices)
+    attend = family.sparse_attention if _wants_gradient(family, batch, q=q, k=k, v=v) else family.sparse_decode
+    out, lse = attend(q, k, v, block_ids, *call)
     return (out, lse) if return_lse else out
 
 
@@ -165,6 +204,7 @@ def dense_attention(
     """
     family = _family(("q", "k", "v"), q, k, v)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
+    _wants_gradient(family, batch, q=q, k=k, v=v)
     out, lse, block_max = family.dense_attention(q, k, v, return_block_max, *call)
     extras = ((lse,) if return_lse else ()) + ((block_max,) if return_block_max else ())
     return (out, *extras) if extras else out
@@ -178,6 +218,9 @@ def msa_attention(
     """MiniMax Sparse Attention from projected tensors to output: score key blocks, select, attend.
 
     Decode (few query tokens per sequence) takes its own path by itself; the result is the same.
+
+    Differentiable in q, k and v: exact attention on the selected keys. Which blocks are selected has no gradient, so none reaches
+    q_idx and k_idx from here; they learn by :func:`index_kl_loss`.
 
     :param q: [T, Hq, D]
     :param k: [S, Hkv, D] or paged; v alike
@@ -197,7 +240,10 @@ def msa_attention(
     if config is None:
         config = _config_from_shapes(q, k, q_idx)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
-    if batch.max_seqlen_q <= max_decode_queries(q):
+    wants_gradient = _wants_gradient(family, batch, q=q, k=k, v=v)
+    if family is not numpy_ops:
+        q_idx, k_idx = q_idx.detach(), k_idx.detach()
+    if batch.max_seqlen_q <= max_decode_queries(q) and not wants_gradient:
         out, lse, block_ids = family.msa_decode(q, k, v, q_idx, k_idx, return_block_ids, *call)
     else:
         block_ids = family.index_select(q_idx, k_idx, *call)
@@ -205,6 +251,81 @@ def msa_attention(
         out, lse = family.sparse_attention(q, k, v, block_ids, *call)
     extras = ((lse,) if return_lse else ()) + ((block_ids,) if return_block_ids else ())
     return (out, *extras) if extras else out
+
+
+def index_kl_loss(
+    q: Array, k: Array, lse: Array, q_idx: Array, k_idx: Array, batch: Batch, config: MsaConfig,
+    *, block_ids: Array | None = None, num_tokens: int | None = None, return_gradients: bool = False,
+    deterministic: bool | None = None, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
+) -> Array | tuple[Array, Array, Array]:  # fmt: skip
+    """What teaches the index branch: a scalar, KL(P || P_idx) averaged over query tokens and groups.
+
+    The teacher P is the attention of the main branch, averaged over a group's heads; the student P_idx is the softmax of
+    ``index_scale * <q_idx, k_idx>`` over the same keys. The teacher is a constant: the loss is differentiable in q_idx and k_idx
+    alone, whatever q, k and lse require. Compute q_idx and k_idx from a detached hidden state, as :class:`openmsa.nn.MsaAttention`
+    does, and it trains nothing but the index branch. Packed keys only.
+
+    :param lse: [T, Hq], of sparse_attention or msa_attention where block_ids is given, else of dense_attention
+    :param block_ids: [T, Hkv, k]: the loss is over the visible keys of these blocks; None: over all visible keys (warm-up)
+    :param num_tokens: T of the average; default the tokens of this call. Pass the total where a call holds a part of it, and add up.
+    :param return_gradients: return (loss, d_q_idx, d_k_idx), for those who do without autograd
+    :param deterministic: gradients that are the same in every run; default what PyTorch is set to
+    """
+    family = _family(("q", "k", "lse", "q_idx", "k_idx"), q, k, lse, q_idx, k_idx)
+    if block_ids is not None:
+        _family(("q", "block_ids"), q, block_ids)
+    call = _call(family, batch, config, backend, num_threads, trust_indices)
+    with_gradients = return_gradients or _wants_gradient(family, batch, q_idx=q_idx, k_idx=k_idx)
+    num_tokens = num_tokens or (q.shape[0] if len(q.shape) else 0)
+    divisor = num_tokens
+    if family is not numpy_ops:
+        q, k, lse = q.detach(), k.detach(), lse.detach()
+        if q.dtype == family.torch.float16 and not return_gradients:
+            divisor = max(num_tokens // KL_FLOAT16_SCALE, 1)
+    loss, d_q_idx, d_k_idx = family.index_kl_loss(
+        q, k, lse, q_idx, k_idx, block_ids, divisor, with_gradients, _deterministic(family, deterministic),
+        config.index_scale, *call,
+    )  # fmt: skip
+    if return_gradients:
+        return loss, d_q_idx, d_k_idx
+    return loss if divisor == num_tokens else loss * (divisor / max(num_tokens, 1))
+
+
+def sparse_attention_backward(
+    q: Array, k: Array, v: Array, block_ids: Array, out: Array, lse: Array, d_out: Array, batch: Batch, config: MsaConfig,
+    *, deterministic: bool | None = None, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """(d_q, d_k, d_v) of sparse_attention, for those who do without autograd. Packed keys only.
+
+    :param out: what sparse_attention returned, with ``return_lse=True``; lse alike
+    :param d_out: [T, Hq, D], the gradient of out
+    :param deterministic: gradients that are the same in every run; default what PyTorch is set to
+    """
+    tensors = (q, k, v, block_ids, out, lse, d_out)
+    family = _family(("q", "k", "v", "block_ids", "out", "lse", "d_out"), *tensors)
+    call = _call(family, batch, config, backend, num_threads, trust_indices)
+    return family.sparse_attention_backward(*_detached(family, tensors), _deterministic(family, deterministic), *call)
+
+
+def dense_attention_backward(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, d_out: Array, batch: Batch, config: MsaConfig,
+    *, deterministic: bool | None = None, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """(d_q, d_k, d_v) of dense_attention; as sparse_attention_backward."""
+    tensors = (q, k, v, out, lse, d_out)
+    family = _family(("q", "k", "v", "out", "lse", "d_out"), *tensors)
+    call = _call(family, batch, config, backend, num_threads, trust_indices)
+    return family.dense_attention_backward(*_detached(family, tensors), _deterministic(family, deterministic), *call)
+
+
+def _detached(family: Any, tensors: tuple) -> tuple:
+    return tensors if family is numpy_ops else tuple(tensor.detach() for tensor in tensors)
+
+
+def _deterministic(family: Any, asked: bool | None) -> bool:
+    if asked is None:
+        return family is not numpy_ops and family.torch.are_deterministic_algorithms_enabled()
+    return asked
 
 
 def _config_from_shapes(q: Any, k: Any, q_idx: Any) -> MsaConfig:

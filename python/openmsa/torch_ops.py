@@ -1,7 +1,8 @@
 """The operators as PyTorch sees them: ``torch.ops.openmsa.*`` with fake kernels, so that torch.compile and export trace through.
 
 Defined with torch.library.Library rather than torch.library.custom_op: 6 us a call instead of 14, and a decode step makes one call
-per layer. Inference only: the functions of openmsa.ops refuse inputs that require gradients.
+per layer. sparse_attention, dense_attention and index_kl_loss have gradients; openmsa.ops keeps the others away from inputs that
+want some.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from . import kernels
+from . import _core, kernels
 
 _CALL = (
     "Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, Tensor? page_table, Tensor? q_start, "
@@ -94,3 +96,103 @@ dense_attention = _define(
     kernels.dense_attention,
     _fake_dense,
 )
+
+
+def _fake_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _empty(q, q.shape, None), _empty(k, k.shape, None), _empty(v, v.shape, None)
+
+
+def _fake_index_kl_loss(
+    q: torch.Tensor, k: Any, lse: Any, q_idx: torch.Tensor, k_idx: torch.Tensor, block_ids: Any,
+    num_tokens: Any, with_gradients: bool, *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    gradients = (_empty(x, x.shape if with_gradients else (0,), None) for x in (q_idx, k_idx))
+    return _empty(q, (), kernels.accumulator(q)), *gradients
+
+
+sparse_attention_backward = _define(
+    "sparse_attention_backward",
+    f"{_ATTENTION}, Tensor out, Tensor lse, Tensor d_out, bool deterministic",
+    "(Tensor d_q, Tensor d_k, Tensor d_v)",
+    kernels.sparse_attention_backward,
+    _fake_backward,
+)
+dense_attention_backward = _define(
+    "dense_attention_backward",
+    "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, bool deterministic",
+    "(Tensor d_q, Tensor d_k, Tensor d_v)",
+    kernels.dense_attention_backward,
+    _fake_backward,
+)
+index_kl_loss = _define(
+    "index_kl_loss",
+    "Tensor q, Tensor k, Tensor lse, Tensor q_idx, Tensor k_idx, Tensor? block_ids, "
+    "SymInt num_tokens, bool with_gradients, bool deterministic, float? index_scale",
+    "(Tensor loss, Tensor d_q_idx, Tensor d_k_idx)",
+    kernels.index_kl_loss,
+    _fake_index_kl_loss,
+)
+
+# Which stages have a kernel on the GPU: read once, as torch.compile cannot trace into the extension.
+CUDA_STAGES = frozenset(stage for stage, backend, _, _ in _core.list_kernels() if backend == "cuda")
+_NUM_INDEX_TENSORS = 5  # the tensors that lead a call: cu_seqlens_q .. q_start
+
+
+def _save(ctx: Any, tensors: tuple, call: tuple) -> None:
+    """Index tensors are saved like the others, so that autograd notices if one is overwritten before backward."""
+    ctx.save_for_backward(*tensors, *call[:_NUM_INDEX_TENSORS])
+    ctx.call = call[_NUM_INDEX_TENSORS:-1]
+
+
+def _attention_backward(backward: Callable, ctx: Any, d_out: torch.Tensor) -> tuple:
+    *tensors, cu_seqlens_q, cu_seqlens_k, seqlens_k, page_table, q_start = ctx.saved_tensors
+    index = (cu_seqlens_q, cu_seqlens_k, seqlens_k, page_table, q_start)
+    # A gradient may come expanded from a sum, with strides of 0. The forward pass has checked the ids, so they are trusted.
+    arguments = (*tensors, d_out.contiguous(), torch.are_deterministic_algorithms_enabled(), *index, *ctx.call, True)
+    return backward(*arguments)
+
+
+def _save_sparse(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, block_ids, *call = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    _save(ctx, (q, k, v, block_ids, out, lse), tuple(call))
+
+
+@once_differentiable
+def _sparse_gradients(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple:
+    return *_attention_backward(sparse_attention_backward, ctx, d_out), *[None] * (1 + _CALL_LENGTH)
+
+
+def _save_dense(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, _, *call = inputs
+    out, lse, block_max = output
+    ctx.mark_non_differentiable(lse, block_max)
+    _save(ctx, (q, k, v, out, lse), tuple(call))
+
+
+@once_differentiable
+def _dense_gradients(ctx: Any, d_out: torch.Tensor, _: Any, __: Any) -> tuple:
+    return *_attention_backward(dense_attention_backward, ctx, d_out), *[None] * (1 + _CALL_LENGTH)
+
+
+def _save_index_kl_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, d_q_idx, d_k_idx = output
+    ctx.mark_non_differentiable(d_q_idx, d_k_idx)
+    ctx.save_for_backward(d_q_idx, d_k_idx)
+
+
+@once_differentiable
+def _index_gradients(ctx: Any, d_loss: torch.Tensor, _: Any, __: Any) -> tuple:
+    # The forward pass has computed the gradients along with the loss; in bfloat16 the factor is applied before rounding again.
+    gradients = tuple((d_loss * x.to(d_loss.dtype)).to(x.dtype) for x in ctx.saved_tensors)
+    return None, None, None, *gradients, *[None] * (5 + _CALL_LENGTH)
+
+
+_CALL_LENGTH = _CALL.count(",") + 1
+for _name, _setup, _backward in (
+    ("sparse_attention", _save_sparse, _sparse_gradients),
+    ("dense_attention", _save_dense, _dense_gradients),
+    ("index_kl_loss", _save_index_kl_loss, _index_gradients),
+):
+    torch.library.register_autograd(f"openmsa::{_name}", _backward, setup_context=_setup, lib=library)
