@@ -61,8 +61,6 @@ void run_twice(void (*function)(const Args&), Args args, std::initializer_list<O
   }
 }
 
-std::int64_t output_padding(const Problem& problem) { return problem.layout.strided ? 16 : 0; }
-
 }  // namespace
 
 void check_cuda(cudaError_t status) {
