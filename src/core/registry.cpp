@@ -181,6 +181,7 @@ const std::vector<Kernel<DenseAttentionParams>>& kernels() {
 template <>
 const std::vector<Kernel<AttentionBackwardParams>>& kernels() {
   static const std::vector<Kernel<AttentionBackwardParams>> table = {
+      {Backend::kCpu, "cpu_attention_backward", kCpuSparseLimits, cpu::attention_backward, cpu::attention_backward_reserve},
       {Backend::kReference, "reference_attention_backward", kOracleLimits, reference::attention_backward, nullptr},
   };
   return table;
@@ -188,6 +189,7 @@ const std::vector<Kernel<AttentionBackwardParams>>& kernels() {
 
 const std::vector<Kernel<AttentionBackwardParams>>& dense_backward_kernels() {
   static const std::vector<Kernel<AttentionBackwardParams>> table = {
+      {Backend::kCpu, "cpu_attention_backward", kCpuDenseLimits, cpu::attention_backward, cpu::attention_backward_reserve},
       {Backend::kReference, "reference_attention_backward", kOracleLimits, reference::attention_backward, nullptr},
   };
   return table;
@@ -196,6 +198,7 @@ const std::vector<Kernel<AttentionBackwardParams>>& dense_backward_kernels() {
 template <>
 const std::vector<Kernel<IndexKlParams>>& kernels() {
   static const std::vector<Kernel<IndexKlParams>> table = {
+      {Backend::kCpu, "cpu_index_kl", kCpuMsaLimits, cpu::index_kl_loss, cpu::index_kl_loss_reserve},
       {Backend::kReference, "reference_index_kl", kOracleLimits, reference::index_kl_loss, nullptr},
   };
   return table;
