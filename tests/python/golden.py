@@ -186,3 +186,20 @@ def to_pages(data: Data, layout: Layout, config: MsaConfig, rng: torch.Generator
         q_start=packed.q_start,
     )
     return Data(q=data.q, k=k, v=v, q_idx=data.q_idx, k_idx=k_idx), batch
+
+
+def index_kl_loss(data: Data, config: MsaConfig, mask: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """KL(teacher || student) over the keys of `mask` [T, Hq, S], averaged over tokens and groups; the teacher is a constant."""
+    num_q, group = data.q.shape[0], config.group_size
+    if num_q == 0 or data.k.shape[0] == 0:
+        return 0.0 * (data.q_idx.sum() + data.k_idx.sum()).to(dtype)
+    some = mask.any(-1, keepdim=True)
+    with torch.no_grad():
+        k = data.k.to(dtype).repeat_interleave(group, dim=1)
+        score = torch.einsum("thd,jhd->thj", data.q.to(dtype), k) * config.effective_softmax_scale
+        by_head = torch.softmax(score.masked_fill(~mask, -math.inf).masked_fill(~some, 0.0), dim=-1).masked_fill(~mask, 0.0)
+        teacher = by_head.unflatten(1, (config.num_kv_heads, group)).mean(2)
+    mask, some = mask[:, ::group], some[:, ::group]
+    score = torch.einsum("tgd,jd->tgj", data.q_idx.to(dtype), data.k_idx.to(dtype)) * config.effective_index_scale
+    student = torch.log_softmax(score.masked_fill(~mask, -math.inf).masked_fill(~some, 0.0), dim=-1).masked_fill(~mask, 0.0)
+    return (torch.xlogy(teacher, teacher) - teacher * student).sum() / (num_q * config.num_kv_heads)

@@ -350,9 +350,21 @@ def test_a_model_made_from_its_config():
     hf.assert_sparse(made, dropped=True)
 
 
-def test_gradients_are_refused_and_not_dropped():
+def test_gradients_are_those_of_the_dense_model_when_nothing_is_dropped():
+    dense = tiny_llama()
+    sparse = hf.convert(dense, block_size=16, top_k=4)  # shares the weights, so gradients would land in the same place
+    weights = [p for p in dense.parameters() if p.requires_grad]
+    ids = tokens(60)
+    with torch.enable_grad():
+        want = torch.autograd.grad(dense(ids, labels=ids).loss, weights)
+        found = torch.autograd.grad(sparse(ids, labels=ids, use_cache=False).loss, weights)
+    for x, y in zip(found, want):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_through_a_cache_are_refused_and_not_dropped():
     sparse = hf.convert(tiny_llama(), block_size=16, top_k=2)
-    with torch.enable_grad(), pytest.raises(openmsa.UnsupportedError, match="requires a gradient"):
+    with torch.enable_grad(), pytest.raises(openmsa.UnsupportedError, match="Pass use_cache=False to train"):
         sparse(tokens(20))
 
 

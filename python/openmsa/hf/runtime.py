@@ -210,6 +210,11 @@ def _store(plan: StepPlan, config, cache_layer, k, v, k_idx) -> _Keys:
         k, v = plan.pack_queries(k), plan.pack_queries(v)
         return _Keys(k, v, None if k_idx is None else plan.pack_queries(k_idx), plan.packed_batch)
     if isinstance(cache_layer, MsaCacheLayer):
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise openmsa.UnsupportedError(
+                "past_key_values: keys that require a gradient cannot go into a cache of pages. Pass use_cache=False to train, or run "
+                "under torch.no_grad() or torch.inference_mode()"
+            )
         packed_index = None if k_idx is None else plan.pack_queries(k_idx)
         cache_layer.append(plan, plan.pack_queries(k), plan.pack_queries(v), packed_index, config.block_size)
         k, v, k_idx = cache_layer.pages()
