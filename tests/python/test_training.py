@@ -43,7 +43,9 @@ def run(op: str, data: golden.Data, batch: Batch, config: MsaConfig, block_ids: 
     return openmsa.index_kl_loss(data.q, data.k, lse, data.q_idx, data.k_idx, batch, config, block_ids=block_ids, **options)
 
 
-def plain(op: str, data: golden.Data, layout: Layout, config: MsaConfig, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def plain(
+    op: str, data: golden.Data, layout: Layout, config: MsaConfig, block_ids: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """The same written out in PyTorch, computed in `dtype`, with gradients by autograd."""
     mask = golden.attention_mask(layout, config, block_ids if op in ("sparse", "kl_selected") else None)
     if op in ("sparse", "dense"):
@@ -61,7 +63,9 @@ def gradients(op: str, result: torch.Tensor, data: golden.Data, weight: torch.Te
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("layout", [Layout([9, 1, 5], [9, 3, 7]), Layout([3, 0, 4], [12, 2, 9], [5, 0, 8])], ids=["pack", "fragments"])
+@pytest.mark.parametrize(
+    "layout", [Layout([9, 1, 5], [9, 3, 7]), Layout([3, 0, 4], [12, 2, 9], [5, 0, 8])], ids=["pack", "fragments"]
+)
 def test_gradcheck(op, layout, rng):
     """The reference backend in float64 against finite differences."""
     batch = layout.batch()
@@ -143,7 +147,9 @@ def test_msa_attention_has_the_gradients_of_its_steps(config, num_q, rng):
     batch = layout.batch()
     data = leaves(golden.make_data(layout, config, rng), torch.float32)
     block_ids = openmsa.index_select(data.q_idx, data.k_idx, batch, config)
-    want = gradients("sparse", openmsa.sparse_attention(data.q, data.k, data.v, block_ids, batch, config).square().sum(), data, None)
+    want = gradients(
+        "sparse", openmsa.sparse_attention(data.q, data.k, data.v, block_ids, batch, config).square().sum(), data, None
+    )
     outs = [
         openmsa.msa_attention(data.q, data.k, data.v, data.q_idx, data.k_idx, batch, config),
         openmsa.sparse_decode(data.q, data.k, data.v, block_ids, batch, config),
@@ -233,7 +239,9 @@ def both_losses(q, k, v, q_idx, k_idx, batch):
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_training_compiles_in_one_graph(compiler, rng):
     compiled = torch.compile(both_losses, fullgraph=True, backend=compiler)
-    for layout in (Layout([40, 3], [70, 49]), Layout([64, 9], [130, 50]), Layout([1, 4], [20, 20]))[: 1 if compiler == "inductor" else 3]:
+    for layout in (Layout([40, 3], [70, 49]), Layout([64, 9], [130, 50]), Layout([1, 4], [20, 20]))[
+        : 1 if compiler == "inductor" else 3
+    ]:
         exact = golden.make_data(layout, SMALL, rng)
         found = []
         for function in (both_losses, compiled):
@@ -339,7 +347,9 @@ def test_refusals(rng):
         lambda: openmsa.msa_attention(q, pages.k, pages.v, pages.q_idx, pages.k_idx, paged, SMALL),
         lambda: openmsa.dense_attention(q, pages.k, pages.v, paged, SMALL),
     ):
-        with pytest.raises(openmsa.UnsupportedError, match=r"q requires a gradient, but batch has paged keys.*torch.no_grad\(\)") as error:
+        with pytest.raises(
+            openmsa.UnsupportedError, match=r"q requires a gradient, but batch has paged keys.*torch.no_grad\(\)"
+        ) as error:
             call()
         assert error.value.argument == "q"
         with torch.no_grad():
