@@ -88,12 +88,19 @@ struct BackwardPanel {
   const float* d_out[kQkVecs];
   alignas(64) float log2_lse[kPanelRows];
   alignas(64) float delta[kPanelRows];
+  std::size_t num_next = 0;  // rows of the next panel, called into the caches while this one is at work
+  const std::byte *next_q[kPanelRows], *next_d_out[kPanelRows];
 };
+
+HWY_INLINE void prefetch_row(const void* row, std::int64_t bytes) {
+  for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const std::byte*>(row) + at, 0, 2);
+}
 
 struct BackwardBlock {
   KeyRows keys, values;
   const float* key_values;
   std::size_t num_keys, dim;  // of key_values
+  std::int64_t row_bytes;     // of a stored row of q or d_out
   float *d_k, *d_v;           // its first key's sums
   std::int64_t stride_d_k, stride_d_v;
 };
@@ -108,6 +115,11 @@ HWY_NOINLINE void backward_panel(const BackwardPanel& rows, const BackwardBlock&
   float* HWY_RESTRICT const p = scratch.probabilities;
   for (std::size_t j = 0; j < num_keys; j += kKeys) {
     Vec acc[kKeys][kVecs];
+    // The packing of gathered rows waits for memory otherwise, as the sums over rows would (below).
+    for (std::size_t r = j * rows.num_next / num_keys; r < std::min(num_keys, j + kKeys) * rows.num_next / num_keys; ++r) {
+      prefetch_row(rows.next_q[r], block.row_bytes);
+      prefetch_row(rows.next_d_out[r], block.row_bytes);
+    }
     qk_tile<kVecs>(rows.panel.q, block.keys.data + j * block.keys.stride, block.keys.stride, block.dim, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < kKeys; ++i) {
@@ -122,6 +134,10 @@ HWY_NOINLINE void backward_panel(const BackwardPanel& rows, const BackwardBlock&
   const Vec factor = hn::Set(kFloats, scale);
   for (std::size_t j = 0; j < num_keys; j += kKeys) {
     Vec acc[kKeys][kVecs];
+    const std::size_t num_rows = rows.panel.num_rows;
+    for (std::size_t r = j * num_rows / num_keys; r < std::min(num_keys, j + kKeys) * num_rows / num_keys; ++r) {
+      prefetch_row(state.d_q + static_cast<std::size_t>(rows.panel.row[r]) * block.dim, block.dim * sizeof(float));
+    }
     qk_tile<kVecs>(rows.d_out, block.values.data + j * block.values.stride, block.values.stride, block.dim, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < kKeys; ++i) {
@@ -138,11 +154,37 @@ HWY_NOINLINE void backward_panel(const BackwardPanel& rows, const BackwardBlock&
   add_to_keys<kPitch>(first_row, num_keys, rows.panel.num_rows, d_s, scratch.q_values, block.dim, block.d_k, block.stride_d_k);
 }
 
+// Calls the share [begin, end) of `all` of a block's keys, values and their sums into L2; see AttendTile::prefetch.
+void prefetch_block(const core::AttentionBackwardParams& params, const TokenLists& lists, std::int64_t block, std::size_t begin,
+                    std::size_t end, std::size_t all, const BackwardState& state) {
+  if (block == TokenLists::kNone) return;
+  const core::Geometry& geo = params.geo;
+  const std::int64_t first_key = block * geo.block_size;
+  const auto num_keys = static_cast<std::size_t>(std::clamp<std::int64_t>(geo.seqlen_k(lists.seq) - first_key, 0, geo.block_size));
+  const std::int64_t row_bytes = params.config.head_dim * dtype_bytes(params.k.dtype);
+  const std::int64_t sum_bytes = params.config.head_dim * static_cast<std::int64_t>(sizeof(float));
+  const std::byte* const k = params.k.block(geo, lists.seq, block, lists.head);
+  const std::byte* const v = params.v.block(geo, lists.seq, block, lists.head);
+  for (std::size_t j = num_keys * begin / all; j < num_keys * end / all; ++j) {
+    const auto row = static_cast<std::int64_t>(j), token = geo.cu_seqlens_k[lists.seq] + first_key + row;
+    prefetch_row(k + row * params.k.stride_token, row_bytes);
+    prefetch_row(v + row * params.v.stride_token, row_bytes);
+    prefetch_row(state.d_k.row(token, lists.head), sum_bytes);
+    prefetch_row(state.d_v.row(token, lists.head), sum_bytes);
+  }
+}
+
+struct GatheredRow {
+  std::int32_t token;  // in the tile
+  std::int64_t head;   // in the group
+};
+
 void backward_block(const core::AttentionBackwardParams& params, const TokenLists& lists, std::int64_t block,
-                    std::size_t num_gathered, const BackwardState& state) {
+                    std::size_t num_gathered, std::int64_t next_block, const BackwardState& state) {
   const core::Geometry& geo = params.geo;
   const BackwardScratch& scratch = state.scratch;
   const std::int64_t block_size = geo.block_size, first_key = block * block_size, head = lists.head;
+  const std::int64_t first_head = head * params.config.group_size();
   const auto group = static_cast<std::size_t>(params.config.group_size()), dim = static_cast<std::size_t>(params.config.head_dim);
   // Tokens were gathered in ascending order, so the last one sees the most.
   const std::int64_t most = std::min(block_size, lists.visible[lists.gathered[num_gathered - 1]] - first_key);
@@ -157,6 +199,7 @@ void backward_block(const core::AttentionBackwardParams& params, const TokenList
                          scratch.key_values,
                          num_keys,
                          dim,
+                         params.config.head_dim * dtype_bytes(params.q.dtype),
                          state.d_k.row(key_token, head),
                          state.d_v.row(key_token, head),
                          state.d_k.stride_token,
@@ -165,7 +208,8 @@ void backward_block(const core::AttentionBackwardParams& params, const TokenList
   const auto* const lse = static_cast<const float*>(params.lse.data);
 
   const std::size_t num_rows = num_gathered * group;
-  std::size_t vecs = 0, place = 0, h = 0;  // the next row is head h of the token at `place` of the list
+  const auto row_at = [&](std::size_t r) { return GatheredRow{lists.gathered[r / group], static_cast<std::int64_t>(r % group)}; };
+  std::size_t vecs = 0;
   for (std::size_t begin = 0; begin < num_rows; begin += vecs * kLanes) {
     vecs = panel_vecs((num_rows - begin + kLanes - 1) / kLanes);
     BackwardPanel rows;
@@ -173,9 +217,8 @@ void backward_block(const core::AttentionBackwardParams& params, const TokenList
     panel.num_rows = std::min(num_rows - begin, vecs * kLanes);
     const std::byte *q[kPanelRows], *d_out[kPanelRows];
     for (std::size_t r = 0; r < panel.num_rows; ++r) {
-      const std::int32_t i = lists.gathered[place];
-      const std::int64_t token = lists.token_begin + i,
-                         q_head = head * static_cast<std::int64_t>(group) + static_cast<std::int64_t>(h);
+      const auto [i, h] = row_at(begin + r);
+      const std::int64_t token = lists.token_begin + i, q_head = first_head + h;
       panel.limit[r] = static_cast<std::int32_t>(std::clamp<std::int64_t>(lists.visible[i] - first_key, 0, block_size));
       panel.row[r] = i * static_cast<std::int32_t>(group) + static_cast<std::int32_t>(h);
       q[r] = row_of(params.q, token, q_head);
@@ -183,7 +226,12 @@ void backward_block(const core::AttentionBackwardParams& params, const TokenList
       rows.log2_lse[r] =
           static_cast<float>(double{lse[token * params.lse.stride[0] + q_head * params.lse.stride[1]]} * 1.4426950408889634);
       rows.delta[r] = state.delta[token * params.config.num_q_heads + q_head];
-      if (++h == group) h = 0, ++place;
+    }
+    rows.num_next = std::min(num_rows - begin - panel.num_rows, kPanelRows);
+    for (std::size_t r = 0; r < rows.num_next; ++r) {
+      const auto [i, h] = row_at(begin + panel.num_rows + r);
+      rows.next_q[r] = row_of(params.q, lists.token_begin + i, first_head + h);
+      rows.next_d_out[r] = row_of(params.d_out, lists.token_begin + i, first_head + h);
     }
     for (std::size_t r = panel.num_rows; r < vecs * kLanes; ++r) rows.log2_lse[r] = rows.delta[r] = 0.0f;
     if (panel.limit[panel.num_rows - 1] == 0) continue;
@@ -197,6 +245,7 @@ void backward_block(const core::AttentionBackwardParams& params, const TokenList
       panel.q[v] = scratch.q_packs + v * kLanes * dim;
       rows.d_out[v] = scratch.d_out_packs + v * kLanes * dim;
     }
+    prefetch_block(params, lists, next_block, begin, begin + panel.num_rows, num_rows, state);
     switch (vecs) {
       case 1: backward_panel<1>(rows, kv, scale, state); break;
       case 2: backward_panel<2>(rows, kv, scale, state); break;
@@ -205,21 +254,21 @@ void backward_block(const core::AttentionBackwardParams& params, const TokenList
   }
 }
 
-// Packed tokens [begin, end) of sequence seq, heads of KV head `head`, against one range of blocks. The first range finds the
-// tile's sums uninitialised, the last one stores them.
+// Packed tokens [begin, end) of sequence seq, heads of KV head `head`, against ranges [range_begin, range_end) of its blocks. The
+// first range finds the tile's sums uninitialised; after the last one they are stored.
 void backward_task(const core::AttentionBackwardParams& params, std::int32_t seq, std::int32_t head, std::int64_t begin,
-                   std::int64_t end, std::int64_t range, bool last_range, const BackwardState& state) {
+                   std::int64_t end, std::int64_t range_begin, std::int64_t range_end, bool last, const BackwardState& state) {
   const std::int64_t group = params.config.group_size(), dim = params.config.head_dim;
-  if (range == 0) std::fill_n(state.d_q, (end - begin) * group * dim, 0.0f);
+  if (range_begin == 0) std::fill_n(state.d_q, (end - begin) * group * dim, 0.0f);
   TokenLists lists = state.scratch.tokens.lists(params.geo, params.block_ids, seq, head, begin, end);
-  std::int64_t block = lists.start(range);
+  std::int64_t block = lists.start(range_begin, range_end);
   while (block != TokenLists::kNone) {
     std::size_t num_gathered = 0;
     const std::int64_t next = lists.gather(block, &num_gathered);
-    backward_block(params, lists, block, num_gathered, state);
+    backward_block(params, lists, block, num_gathered, next, state);
     block = next;
   }
-  if (!last_range) return;
+  if (!last) return;
   for (std::int64_t row = 0; row < (end - begin) * group; ++row) {
     store_sums(params.d_q.dtype, state.d_q + row * dim, static_cast<std::size_t>(dim),
                row_of(params.d_q, begin + row / group, head * group + row % group));
@@ -303,7 +352,7 @@ void attention_backward(const core::AttentionBackwardParams& params) {
     HWY_DYNAMIC_DISPATCH(backward_delta)(params, begin, end, plan.delta);
   });
 
-  plan.wavefront.run(plan.progress, [&](std::int64_t tile, std::int64_t range, std::int32_t worker) {
+  plan.wavefront.run(plan.progress, [&](std::int64_t tile, std::int64_t range_begin, std::int64_t range_end, std::int32_t worker) {
     FloatParts parts(plan.scratch + plan.worker_floats * worker);
     BackwardState state{plan.delta, plan.d_k, plan.d_v, nullptr,
                         BackwardScratch::take(parts, plan.tiles.tokens, dim, params.config.block_size)};
@@ -312,8 +361,8 @@ void attention_backward(const core::AttentionBackwardParams& params) {
     plan.tiles.for_each_sequence(params.geo, in_head, [&](std::int32_t seq, std::int64_t begin, std::int64_t end) {
       state.d_q = slot + (begin - in_head * plan.tiles.tokens) * params.config.group_size() * dim;
       HWY_DYNAMIC_DISPATCH(backward_task)
-      (params, seq, static_cast<std::int32_t>(tile / plan.tiles.per_head), begin, end, range,
-       range + 1 == plan.wavefront.num_ranges(), state);
+      (params, seq, static_cast<std::int32_t>(tile / plan.tiles.per_head), begin, end, range_begin, range_end,
+       range_end == plan.wavefront.num_ranges(), state);
     });
   });
 

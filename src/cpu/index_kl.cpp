@@ -108,7 +108,7 @@ void student_lse(const core::IndexKlParams& params, std::int32_t seq, std::int32
   std::fill_n(scratch.row_max, lists.num_tokens, kMinusInfinity);
   std::fill_n(scratch.row_sum, lists.num_tokens, 0.0f);
   const PanelScratch panel_scratch{scratch.scores, scratch.row_max, scratch.row_sum, nullptr};
-  std::int64_t block = lists.start(TokenLists::kAllRanges);
+  std::int64_t block = lists.start();
   while (block != TokenLists::kNone) {
     std::size_t num_gathered = 0;
     const std::int64_t next = lists.gather(block, &num_gathered), first_key = block * geo.block_size;
@@ -310,25 +310,25 @@ void kl_block(const core::IndexKlParams& params, const TokenLists& lists, std::i
   }
 }
 
-// Packed tokens [begin, end) of sequence seq against one range of blocks. The first range finds the tile's sums uninitialised, the
-// last one stores them.
+// Packed tokens [begin, end) of sequence seq against ranges [range_begin, range_end) of its blocks. The first range finds the tile's
+// sums uninitialised; after the last one they are stored.
 void kl_task(const core::IndexKlParams& params, std::int32_t seq, std::int32_t head, std::int64_t begin, std::int64_t end,
-             std::int64_t range, bool last_range, const IndexKlState& state) {
+             std::int64_t range_begin, std::int64_t range_end, bool last, const IndexKlState& state) {
   const std::int64_t dim = params.config.index_dim;
   const bool gradients = params.d_q_idx.given();
-  if (range == 0) {
+  if (range_begin == 0) {
     if (gradients) std::fill_n(state.d_q_idx, (end - begin) * dim, 0.0f);
     if (state.divergence != nullptr) std::fill_n(state.divergence + head * params.geo.total_q + begin, end - begin, 0.0);
   }
   TokenLists lists = state.scratch.tokens.lists(params.geo, params.block_ids, seq, head, begin, end);
-  std::int64_t block = lists.start(range);
+  std::int64_t block = lists.start(range_begin, range_end);
   while (block != TokenLists::kNone) {
     std::size_t num_gathered = 0;
     const std::int64_t next = lists.gather(block, &num_gathered);
     kl_block(params, lists, block, num_gathered, state);
     block = next;
   }
-  if (!last_range || !gradients) return;
+  if (!last || !gradients) return;
   for (std::int64_t t = begin; t < end; ++t) {
     store_sums(params.d_q_idx.dtype, state.d_q_idx + (t - begin) * dim, static_cast<std::size_t>(dim),
                row_of(params.d_q_idx, t, head));
@@ -408,7 +408,7 @@ void index_kl_loss(const core::IndexKlParams& params) {
                                    (params, seq, static_cast<std::int32_t>(tile / plan.tiles.per_head), begin, end, state);
                                  });
   });
-  plan.wavefront.run(plan.progress, [&](std::int64_t tile, std::int64_t range, std::int32_t worker) {
+  plan.wavefront.run(plan.progress, [&](std::int64_t tile, std::int64_t range_begin, std::int64_t range_end, std::int32_t worker) {
     IndexKlState state = state_of(worker);
     const std::int64_t in_head = tile % plan.tiles.per_head;
     plan.tiles.for_each_sequence(params.geo, in_head, [&](std::int32_t seq, std::int64_t begin, std::int64_t end) {
@@ -417,8 +417,8 @@ void index_kl_loss(const core::IndexKlParams& params) {
                         (begin - in_head * plan.tiles.tokens) * params.config.index_dim;
       }
       HWY_DYNAMIC_DISPATCH(kl_task)
-      (params, seq, static_cast<std::int32_t>(tile / plan.tiles.per_head), begin, end, range,
-       range + 1 == plan.wavefront.num_ranges(), state);
+      (params, seq, static_cast<std::int32_t>(tile / plan.tiles.per_head), begin, end, range_begin, range_end,
+       range_end == plan.wavefront.num_ranges(), state);
     });
   });
 
