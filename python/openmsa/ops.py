@@ -72,8 +72,8 @@ def _family(names: tuple[str, ...], *tensors: Any) -> Any:
     return family
 
 
-def _wants_gradient(family: Any, batch: Batch, **tensors: Any) -> bool:
-    """Whether autograd will ask for gradients of these; refuses where it would ask in vain."""
+def _wants_gradient(family: Any, batch: Batch, stage: str, **tensors: Any) -> bool:
+    """Whether autograd will ask for gradients of these, which `stage` computes; refuses where it would ask in vain."""
     if family is numpy_ops or not family.torch.is_grad_enabled():
         return False
     for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ def _wants_gradient(family: Any, batch: Batch, **tensors: Any) -> bool:
                 "[S, Hkv, D] with batch.cu_seqlens_k; to read a cache, run under torch.no_grad() or torch.inference_mode().",
                 name,
             )
-        if tensor.is_cuda and "sparse_attention_backward" not in family.CUDA_STAGES:
+        if tensor.is_cuda and stage not in family.CUDA_STAGES:
             raise UnsupportedError(
                 f"{name} requires a gradient and lies on a GPU, but training kernels for GPUs do not exist yet. Train on the CPU "
                 "(all tensors and the batch), or run under torch.no_grad() or torch.inference_mode().",
@@ -172,7 +172,7 @@ def sparse_attention(
     """
     family = _family(("q", "k", "v", "block_ids"), q, k, v, block_ids)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
-    _wants_gradient(family, batch, q=q, k=k, v=v)
+    _wants_gradient(family, batch, "sparse_attention_backward", q=q, k=k, v=v)
     out, lse = family.sparse_attention(q, k, v, block_ids, *call)
     return (out, lse) if return_lse else out
 
@@ -187,7 +187,11 @@ def sparse_decode(
     """
     family = _family(("q", "k", "v", "block_ids"), q, k, v, block_ids)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
-    attend = family.sparse_attention if _wants_gradient(family, batch, q=q, k=k, v=v) else family.sparse_decode
+    attend = (
+        family.sparse_attention
+        if _wants_gradient(family, batch, "sparse_attention_backward", q=q, k=k, v=v)
+        else family.sparse_decode
+    )
     out, lse = attend(q, k, v, block_ids, *call)
     return (out, lse) if return_lse else out
 
@@ -204,7 +208,7 @@ def dense_attention(
     """
     family = _family(("q", "k", "v"), q, k, v)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
-    _wants_gradient(family, batch, q=q, k=k, v=v)
+    _wants_gradient(family, batch, "dense_attention_backward", q=q, k=k, v=v)
     out, lse, block_max = family.dense_attention(q, k, v, return_block_max, *call)
     extras = ((lse,) if return_lse else ()) + ((block_max,) if return_block_max else ())
     return (out, *extras) if extras else out
@@ -240,7 +244,7 @@ def msa_attention(
     if config is None:
         config = _config_from_shapes(q, k, q_idx)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
-    wants_gradient = _wants_gradient(family, batch, q=q, k=k, v=v)
+    wants_gradient = _wants_gradient(family, batch, "sparse_attention_backward", q=q, k=k, v=v)
     if family is not numpy_ops:
         q_idx, k_idx = q_idx.detach(), k_idx.detach()
     if batch.max_seqlen_q <= max_decode_queries(q) and not wants_gradient:
@@ -275,7 +279,7 @@ def index_kl_loss(
     if block_ids is not None:
         _family(("q", "block_ids"), q, block_ids)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
-    with_gradients = return_gradients or _wants_gradient(family, batch, q_idx=q_idx, k_idx=k_idx)
+    with_gradients = return_gradients or _wants_gradient(family, batch, "index_kl_loss", q_idx=q_idx, k_idx=k_idx)
     num_tokens = num_tokens or (q.shape[0] if len(q.shape) else 0)
     divisor = num_tokens
     if family is not numpy_ops:

@@ -373,7 +373,7 @@ def test_gradients_on_a_gpu_are_refused_before_anything_runs():
 
     from openmsa.torch_ops import CUDA_STAGES
 
-    if "sparse_attention_backward" in CUDA_STAGES:
+    if "dense_attention_backward" in CUDA_STAGES:
         pytest.skip("this build has training kernels for GPUs")
     with FakeTensorMode():
         q = torch.empty(5, 4, 16, device="cuda", requires_grad=True)
