@@ -91,7 +91,8 @@ def test_info_lists_backends_and_kernels(capsys):
     assert all(b["detail"] for b in backends.values())
     stages = {k["stage"] for k in facts["kernels"] if k["backend"] == "cpu"}
     assert stages == {
-        "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention"
+        "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
+        "sparse_attention_backward", "dense_attention_backward", "index_kl_loss",
     }  # fmt: skip
     assert facts["simd_target"] and facts["threads"] >= 1
 
