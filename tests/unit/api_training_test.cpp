@@ -1,5 +1,4 @@
 // The training calls' checks: every tensor spoiled in one way at a time, and what is particular to them.
-#include <algorithm>
 #include <cmath>
 
 #include "api/dispatch.hpp"
@@ -12,11 +11,12 @@ namespace {
 // One valid call of each on shared small data, on the reference backend.
 class TrainingCalls {
  public:
-  TrainingCalls() : rng_(23), problem(make_config(2, 2, 16, 32, 16, 3), calls_layout(false), DType::kF32, rng_) {
-    const MsaConfig& config = problem.config;
+  explicit TrainingCalls(const MsaConfig& config = make_config(2, 2, 16, 32, 16, 3))
+      : rng_(23), problem(config, calls_layout(false), DType::kF32, rng_) {
     const Batch batch = problem.batch();
     const RunOptions options = on(Backend::kReference);
-    const std::vector<std::int64_t> query_shape{problem.total_q, config.num_q_heads, 16}, key_shape{problem.total_k, 2, 16};
+    const std::vector<std::int64_t> query_shape{problem.total_q, config.num_q_heads, config.head_dim},
+        key_shape{problem.total_k, config.num_kv_heads, config.head_dim};
     block_ids = run_index_select(problem, options);
     forward = run_sparse_attention(problem, block_ids, options);
     d_out = random_d_out(problem, rng_);
@@ -24,8 +24,8 @@ class TrainingCalls {
     d_k = Tensor(DType::kF32, key_shape);
     d_v = Tensor(DType::kF32, key_shape);
     loss = Tensor(DType::kF32, {1});
-    d_q_idx = Tensor(DType::kF32, {problem.total_q, 2, 32});
-    d_k_idx = Tensor(DType::kF32, {problem.total_k, 32});
+    d_q_idx = Tensor(DType::kF32, {problem.total_q, config.num_kv_heads, config.index_dim});
+    d_k_idx = Tensor(DType::kF32, {problem.total_k, config.index_dim});
     sparse = {.config = config,
               .batch = batch,
               .q = problem.q.view(),
@@ -201,8 +201,8 @@ TEST(ApiTraining, RefusesOutputsThatShareMemory) {
     if (!slot.output()) continue;
     SCOPED_TRACE(slot.call + ": " + slot.name);
     const TensorView saved = *slot.view;
-    slot.view->data = slot.call == "index_kl_loss" ? calls.kl.q.data : calls.sparse.d_out.data;
-    expect_invalid(slot.run, slot.name, {"shares memory with " + std::string(slot.call == "index_kl_loss" ? "q" : "d_out")});
+    slot.view->data = calls.sparse.k.data;  // no output is larger than k
+    expect_invalid(slot.run, slot.name, {"shares memory with k"});
     *slot.view = saved;
   }
   calls.sparse.d_v = calls.sparse.d_k;
@@ -286,13 +286,33 @@ TEST(ApiTraining, Float64IsForTheReferenceAlone) {
   }
 }
 
-TEST(ApiTraining, ListKernelsNamesTheStages) {
-  const std::vector<KernelInfo> kernels = list_kernels();
-  for (const char* stage : {"sparse_attention_backward", "dense_attention_backward", "index_kl_loss"}) {
-    EXPECT_TRUE(std::any_of(kernels.begin(), kernels.end(), [&](const KernelInfo& info) {
-      return info.stage == stage && info.backend == Backend::kReference;
-    })) << stage;
+TEST(ApiTraining, SaysWhichLimitBroke) {
+  for (const Backend backend : {Backend::kAuto, Backend::kCpu}) {
+    TrainingCalls calls(make_config(2, 2, 24, 40, 16, 3));
+    for (const TrainingCalls::Call& call : calls.all()) {
+      SCOPED_TRACE(call.name);
+      call.options->backend = backend;
+      expect_refused(call.run, ErrorCode::kUnsupported, "options.backend",
+                     {call.name, "head_dim 24 is not in 16..256 step 16", "reference backend"});
+      EXPECT_THROW(call.workspace_bytes(), Error);
+    }
+    calls.expect_nothing_written();
   }
+}
+
+TEST(ApiTraining, ScratchTooSmallIsRefused) {
+  TrainingCalls calls;
+  for (const TrainingCalls::Call& call : calls.all()) {
+    SCOPED_TRACE(call.name);
+    call.options->backend = Backend::kCpu;
+    const std::size_t bytes = call.workspace_bytes();
+    ASSERT_GT(bytes, 0u);
+    Workspace small(bytes - 1);
+    call.options->workspace = &small;
+    expect_refused(call.run, ErrorCode::kOutOfWorkspace, "options.workspace", {"needs " + std::to_string(bytes)});
+    call.options->workspace = nullptr;
+  }
+  calls.expect_nothing_written();
 }
 
 // A stage without any kernel on a backend says so, rather than blaming this call's sizes.
