@@ -536,6 +536,7 @@ def test_recorded_quality():
 # --- what a GPU would say, asked without one ------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not openmsa.list_backends()[-1].compiled, reason="built without CUDA: there are no limits to tell")
 @pytest.mark.parametrize(
     "options, dtype, reason",
     [
