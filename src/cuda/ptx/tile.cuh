@@ -1,0 +1,39 @@
+// Shared-memory tiles: where they start, how registers get into them, and plain bulk copies (PTX ISA "stmatrix", "cp.async.bulk").
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/barrier.cuh"
+
+namespace openmsa::cuda::ptx {
+
+// The dynamic shared memory from its first 1024-byte boundary on, where 128-byte-swizzled tiles may start; a launch asks for 1024
+// bytes more than it uses.
+__device__ inline unsigned char* dynamic_smem() {
+  extern __shared__ unsigned char raw_smem[];
+  return reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
+}
+
+// Stores four 8x8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i/8. Lane i holds elements 2*(i%4) and
+// 2*(i%4) + 1 of row i/4 of each matrix, which is how wgmma lays out its accumulators.
+__device__ inline void stmatrix_x4(std::uint32_t address, std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), "r"(a1), "r"(a2), "r"(a3)
+               : "memory");
+}
+
+// The same, each matrix transposed: lane i holds elements 2*(i%4) and 2*(i%4) + 1 of column i/4.
+__device__ inline void stmatrix_x4_trans(std::uint32_t address, std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
+                                         std::uint32_t a3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), "r"(a1), "r"(a2),
+               "r"(a3)
+               : "memory");
+}
+
+// Copies `bytes` contiguous bytes, completing on the barrier. Addresses and size are multiples of 16.
+__device__ inline void bulk_load(void* smem, const void* global, std::uint32_t bytes, std::uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address(smem)),
+               "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(smem_address(barrier))
+               : "memory");
+}
+
+}  // namespace openmsa::cuda::ptx
