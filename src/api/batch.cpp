@@ -117,8 +117,10 @@ core::Geometry make_geometry(const Batch& batch, const MsaConfig& config, const 
     check_hint("batch.max_seqlen_q", batch.max_seqlen_q, 0, 0, "queries");
     check_hint("batch.max_seqlen_k", batch.max_seqlen_k, 0, 0, "keys");
     geo.max_seqlen_q = batch.max_seqlen_q > 0 ? std::min(batch.max_seqlen_q, total_q) : total_q;
-    geo.max_seqlen_k =
-        batch.max_seqlen_k > 0 ? batch.max_seqlen_k : geo.max_pages * geo.block_size;  // packed: see check_key_extent
+    // Packed: see check_key_extent. Lengths are int32, so a wider table or a larger hint says no more than that.
+    const std::int64_t bound =
+        batch.max_seqlen_k > 0 ? batch.max_seqlen_k : std::min(geo.max_pages, kMaxTokens) * std::int64_t{geo.block_size};
+    geo.max_seqlen_k = std::min(bound, kMaxTokens);
     return geo;
   }
   check_cumulative("batch.cu_seqlens_q", geo.cu_seqlens_q, geo.num_seqs);

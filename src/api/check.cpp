@@ -90,14 +90,18 @@ bool overlaps_itself(const TensorView& view) {
   return false;
 }
 
-// Axes with at most one element never use their stride, so callers may leave anything there; kernels multiply it all the same.
+// Axes with at most one element never use their stride, so callers may leave anything there; kernels multiply it all the same, by the
+// element's size too. Such an axis steps over the axes inside it as in a dense tensor, or not at all where that leads too far.
 // A tensor without elements, whose pointer may be null, gets strides that lead nowhere: every row is at its pointer.
 TensorView with_harmless_strides(TensorView view, bool is_empty) {
   std::int64_t dense = 1;
   for (int i = view.rank - 1; i >= 0; --i) {
     if (is_empty) view.stride[i] = i + 1 == view.rank ? 1 : 0;
     if (!is_empty && view.shape[i] == 1) view.stride[i] = dense;
-    if (__builtin_mul_overflow(view.stride[i], view.shape[i], &dense)) dense = 0;
+    std::int64_t bytes = 0;
+    const bool too_far = __builtin_mul_overflow(view.stride[i], view.shape[i], &dense) ||
+                         __builtin_mul_overflow(dense, dtype_bytes(view.dtype), &bytes);
+    if (too_far || dense < 0) dense = 0;
   }
   return view;
 }

@@ -53,8 +53,9 @@ api::Call<core::SelectBlocksParams> prepare(const SelectBlocksArgs& args, Mode m
   if (backend == Backend::kCuda) {
     // No keys here to take bounds from: the score rows hold what can be seen.
     geo.total_k = -1;
+    constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
     if (geo.max_seqlen_k == 0)
-      geo.max_seqlen_k = std::min<std::int64_t>(scores.shape[2] * config.block_size, std::numeric_limits<std::int32_t>::max());
+      geo.max_seqlen_k = std::min(std::min(scores.shape[2], kMaxTokens) * std::int64_t{config.block_size}, kMaxTokens);
   }
   api::check_block_width("scores", scores, geo);
   checker.overlap();

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <limits>
 
+#include "api/check.hpp"
 #include "api_calls.hpp"
 
 namespace openmsa::test {
@@ -228,6 +229,31 @@ TEST_P(ApiEmpty, SequencesWithoutQueries) { run_all(problem({0, 3, 0}, {40, 33, 
 TEST_P(ApiEmpty, KeysButNoQueriesAtAll) { run_all(problem({0, 0}, {40, 3})); }
 TEST_P(ApiEmpty, QueriesWithoutKeys) { run_all(problem({2, 3, 1}, {0, 2, 0})); }
 TEST_P(ApiEmpty, QueriesWithoutAnyKeys) { run_all(problem({2, 1}, {0, 0})); }
+
+// On a GPU the lengths are not read, and bounds stand in for them, which kernels take as int32 like the lengths themselves.
+TEST(ApiBatch, BoundsOfLengthsOnAGpuAreLengths) {
+  constexpr std::int64_t kLongest = std::numeric_limits<std::int32_t>::max();
+  const MsaConfig config = make_config(1, 1, 16, 16, 128, 1);
+  const auto on_gpu = [](std::initializer_list<std::int64_t> shape) {
+    TensorView view = make_view(nullptr, DType::kI32, shape);
+    view.data = reinterpret_cast<void*>(std::uintptr_t{4096});  // any read faults
+    view.device = {DeviceType::kCuda, 0};
+    return view;
+  };
+  Batch batch;
+  batch.cu_seqlens_q = on_gpu({2});
+  batch.seqlens_k = on_gpu({1});
+  const auto bound = [&](std::int64_t max_pages, std::int64_t hint) {
+    batch.page_table = on_gpu({1, max_pages});
+    batch.max_seqlen_k = hint;
+    return api::make_geometry(batch, config, "q", 1).max_seqlen_k;
+  };
+  EXPECT_EQ(bound(3, 0), 384);
+  EXPECT_EQ(bound(3, 300), 300);
+  EXPECT_EQ(bound(std::int64_t{1} << 60, 0), kLongest);
+  EXPECT_EQ(bound(3, std::int64_t{1} << 32), kLongest);
+  EXPECT_EQ(bound(3, std::numeric_limits<std::int64_t>::max()), kLongest);
+}
 
 }  // namespace
 }  // namespace openmsa::test

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "api/check.hpp"
 #include "api_calls.hpp"
 
 namespace openmsa::test {
@@ -225,6 +226,27 @@ TEST(ApiTensorViews, IgnoresStridesOfAxesThatDoNotStep) {
   args.k.stride[1] = -5;
   dense_attention(args);
   EXPECT_TRUE(out.same_bits(expected));
+}
+
+TEST(ApiTensorViews, ReplacedStridesFitInBytes) {
+  // One page of two heads that lie 2^60 elements apart, which fits; two such steps would not fit in bytes. Kernels multiply every stride
+  // by the element's size, that of the single page too.
+  for (const std::int64_t stride : {std::int64_t{1} << 60, std::int64_t{1} << 30}) {
+    const RunOptions options;
+    api::Checker checker(options, api::Mode::kSize);
+    const TensorView view{nullptr, DType::kF32, 4, {1, 2, 16, 16}, {7, stride, 16, 1}};
+    const TensorView checked =
+        checker.tensor("k", view, core::dtype_bit(DType::kF32), {{"num_pages"}, {"Hkv"}, {"Bk"}, {"D"}}, api::Role::kInput);
+    std::int64_t bytes = 0;
+    EXPECT_FALSE(__builtin_mul_overflow(checked.stride[0], dtype_bytes(DType::kF32), &bytes));
+    EXPECT_EQ(checked.stride[0], stride == std::int64_t{1} << 60 ? 0 : 2 * stride);
+    EXPECT_EQ(checked.stride[1], stride);
+  }
+  // What is wrong is named at the axis that the caller gave, not at the one whose stride follows from it.
+  Calls calls;
+  calls.dense.k.shape[0] = 1;
+  calls.dense.k.stride[1] = -3;
+  expect_invalid([&] { dense_attention(calls.dense); }, "k", {"has stride -3 on axis 1"});
 }
 
 TEST(ApiTensorViews, MakeViewRefusesWhatNoTensorCanBe) {
