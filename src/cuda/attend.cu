@@ -3,11 +3,11 @@
 #include "cuda/cuda.hpp"
 #include "cuda/dense.hpp"
 #include "cuda/instances.hpp"
+#include "cuda/invert.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/repair.hpp"
 #include "cuda/sm90_attend.cuh"
 #include "cuda/smxx_combine.cuh"
-#include "cuda/smxx_invert.cuh"
 #include "cuda/smxx_union.cuh"
 
 namespace openmsa::cuda {
@@ -84,7 +84,6 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   const auto chunk_begin = static_cast<std::int32_t>(begin), chunk_tokens = static_cast<std::int32_t>(end - begin);
   const auto* ids = static_cast<const std::int32_t*>(params.block_ids.data);
   const std::int64_t stride_token = params.block_ids.stride[0], stride_group = params.block_ids.stride[1];
-  const std::int64_t slots = std::int64_t{chunk_tokens} * config.num_kv_heads * config.top_k;
   check(cudaMemsetAsync(s.counts, 0, s.zero_bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
   launch_plan(s.plan, batch, begin, end, kUnionTokens, stream);
 
@@ -131,9 +130,7 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   invert.entries = s.entries;
   invert.items = s.items;
   invert.num_items = s.num_items;
-  launch(smxx_invert_count_kernel, dim3(blocks_for(slots, 256)), 256, 0, stream, false, invert);
-  launch(smxx_invert_items_kernel, dim3(1), kScanThreads, 0, stream, false, invert);
-  launch(smxx_invert_fill_kernel, dim3(blocks_for(slots, 256)), 256, 0, stream, false, invert);
+  launch_invert(invert, stream);
 
   AttendParams attend{};
   attend.batch = batch;

@@ -6,27 +6,10 @@
 // Skipped tokens of tiles that the union took (num_union > 0), slots of -1, and slots that break the rules (reported).
 #pragma once
 
-#include "cuda/lists.hpp"
-#include "cuda/params.hpp"
+#include "cuda/invert.hpp"
 #include "cuda/scan.cuh"
 
 namespace openmsa::cuda {
-
-struct InvertParams {
-  BatchParams batch;
-  const std::int32_t* block_ids;  // [T, Hkv, k]
-  std::int64_t stride_token, stride_group;
-  const std::int32_t* block_begin;  // [B+1] first global block of every sequence
-  const std::int32_t* taken;        // [chunk tokens, Hkv]: nonzero where the union kernel serves the token; null: nowhere
-  std::int32_t chunk_begin, chunk_tokens, num_groups, top_k;
-  std::int32_t max_item;   // longest work item, tokens
-  std::int32_t* counts;    // [Hkv * blocks], zero at launch; blocks = block_begin[B]
-  std::int32_t* offsets;   // [Hkv * blocks]
-  std::int32_t* ranks;     // [chunk tokens, Hkv, k]; -1: not listed
-  std::uint32_t* entries;  // [chunk tokens * Hkv * k]
-  AttendItem* items;
-  std::int32_t* num_items;  // [1]
-};
 
 struct InvertSlot {
   std::int64_t index;  // into ranks
