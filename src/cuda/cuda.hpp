@@ -19,5 +19,9 @@ void msa_decode(const core::MsaDecodeParams& params);
 void msa_decode_reserve(const core::MsaDecodeParams& params);
 void dense_attention(const core::DenseAttentionParams& params);
 void dense_attention_reserve(const core::DenseAttentionParams& params);
+void sparse_attention_backward(const core::AttentionBackwardParams& params);
+void sparse_attention_backward_reserve(const core::AttentionBackwardParams& params);
+void dense_attention_backward(const core::AttentionBackwardParams& params);
+void dense_attention_backward_reserve(const core::AttentionBackwardParams& params);
 
 }  // namespace openmsa::cuda

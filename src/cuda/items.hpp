@@ -38,7 +38,7 @@ struct SlotLists {
 #ifdef __CUDACC__
   // Visits of a pair lie in slots 0 .. end - 1, of which has_visit() tells the live ones.
   __device__ __forceinline__ int slot_end(std::int64_t pair) const {
-    if (ranks) return slots;
+    if (ranks || slots == 0) return slots;
     const int packed = chunk_begin + static_cast<int>(pair / num_groups), seq = batch.sequence_of(packed);
     Sequence sequence;
     if (!batch.load<false>(seq, &sequence)) return 0;

@@ -9,9 +9,14 @@
 
 namespace openmsa::cuda {
 
-inline constexpr std::int64_t kMaxVisitChunk = 16384;  // query tokens
-inline constexpr std::int32_t kMaxVisitItem = 1024;
 inline constexpr int kVisitCounters = 4;
+
+// How queries are cut. Tests choose smaller numbers.
+struct VisitLimits {
+  std::int64_t chunk_tokens = 16384;                      // of a chunk, at most kMaxSortTokens
+  std::int32_t item_tokens = 1024;                        // of an item
+  std::int64_t slot_bytes_total = std::int64_t{4} << 30;  // of what the caller keeps a chunk
+};
 
 struct Visits {
   std::int64_t chunk;       // query tokens of a chunk, at most
@@ -29,17 +34,17 @@ struct Visits {
   std::int32_t* ranks;      // [chunk, Hkv, k], -1: the slot has no visit. Null: every block
 
   // What visits.cu works with.
-  std::int64_t num_keys;  // (group, block) of all sequences, at most; sparse
+  std::int64_t num_keys;  // (group, block) of all sequences, at most; every block: 0
   std::int32_t *counts, *offsets;
   std::uint32_t* unsorted;
   std::size_t zero_bytes;  // from next_item on: next_item, num_items, counts
   Plan plan;
 };
 
-// `slot_bytes`: what the caller keeps per (token, group, slot); a chunk is cut so that this stays within 4 GiB, or at 64 tokens.
-// Depends on the shapes alone.
+// `slot_bytes`: what the caller keeps per (token, group, slot). A chunk is cut where that exceeds the limit, but holds 64 tokens (or
+// as many as the other limits allow). Depends on the shapes alone.
 Visits reserve_visits(core::Arena& arena, const core::Geometry& geo, const MsaConfig& config, bool every_block,
-                      std::int64_t slot_bytes, std::int32_t max_item = kMaxVisitItem);
+                      std::int64_t slot_bytes, const VisitLimits& limits = {});
 
 // The visits of query tokens [begin, end), at most visits.chunk of them. `block_ids` absent: every visible block. Broken sequences
 // have none, nor have slots that break the rules; both are reported.
