@@ -25,7 +25,7 @@ struct Fault {
   std::int64_t where, first, second;
 };
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(OPENMSA_EMULATED)
 // Out of line: it never runs in a sound program, and inlined it would cost every kernel registers. One reporter a generation gets
 // through, by an atomic in device memory: the bus to host memory need not know any.
 __device__ __noinline__ inline void report(volatile Fault* fault, FaultCode code, std::int64_t where, std::int32_t first,

@@ -14,7 +14,7 @@ struct Sequence {
   std::int32_t first_position;         // of its first query
   const std::int32_t* pages;           // its row of the page table, or null
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(OPENMSA_EMULATED)
   // Number of keys 0.. that a query at position p sees.
   __device__ __forceinline__ int num_visible(int p) const { return min(max(p + 1, 0), seqlen_k); }
 #endif
@@ -36,7 +36,7 @@ struct BatchParams {
   std::int32_t max_seqlen_q, max_seqlen_k;  // the bounds that grids and scratch were sized by
   Fault* fault;                             // where to report
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(OPENMSA_EMULATED)
   // Where another thread of the kernel loads the same sequence and reports, kReport false keeps the call out of a hot loop.
   template <bool kReport = true>
   __device__ __forceinline__ bool load(int seq, Sequence* out) const {

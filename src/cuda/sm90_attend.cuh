@@ -16,6 +16,7 @@
 #include "cuda/params.hpp"
 #include "cuda/ptx/convert.cuh"
 #include "cuda/ptx/register.cuh"
+#include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -58,10 +59,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                        const __grid_constant__ AttendParams params) {
   using T = typename Traits::T;
   constexpr int kHalves = Traits::kHalves, kStages = Traits::kStages, kBlock = Traits::kBlock;
-  extern __shared__ unsigned char raw_smem[];
-  unsigned char* smem =
-      reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
-  unsigned char* smem_k = smem;
+  unsigned char* smem_k = ptx::dynamic_smem_aligned_late();
   unsigned char* smem_v = smem_k + kHalves * Traits::kBoxBytesKv;
   unsigned char* smem_q = smem_v + kHalves * Traits::kBoxBytesKv;
   auto* q_full = reinterpret_cast<std::uint64_t*>(smem_q + kStages * Traits::kStageBytes);
@@ -302,9 +300,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const int matrix_row = lane % 16, chunk = (2 * j + lane / 16) % 8, half = j / 4;
         const std::uint32_t address =
             ptx::smem_address(tile + half * Traits::kBoxBytesQ + matrix_row * 128 + ((chunk ^ (matrix_row % 8)) * 16));
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a0), "r"(a1), "r"(a2),
-                     "r"(a3)
-                     : "memory");
+        ptx::stmatrix_x4(address, a0, a1, a2, a3);
       }
       ptx::fence_async_proxy();
       __syncwarp();

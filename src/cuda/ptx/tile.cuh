@@ -13,6 +13,12 @@ __device__ inline unsigned char* dynamic_smem() {
   return aligned_smem;
 }
 
+// The same, aligned at run time (a launch asks for 1024 bytes more than it uses): for a kernel that spills where the address is a constant.
+__device__ inline unsigned char* dynamic_smem_aligned_late() {
+  extern __shared__ unsigned char raw_smem[];
+  return reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
+}
+
 // Stores four 8x8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i/8. Lane i holds elements 2*(i%4) and
 // 2*(i%4) + 1 of row i/4 of each matrix, which is how wgmma lays out its accumulators.
 __device__ inline void stmatrix_x4(std::uint32_t address, std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3) {
