@@ -15,7 +15,7 @@ __host__ __device__ inline std::int32_t shared_slot(std::int32_t begin, std::int
   return 2 * (begin / max_item) + (first ? 1 : 0);
 }
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(OPENMSA_EMULATED)
 __device__ __forceinline__ bool same_block(const AttendItem& a, const AttendItem& b) {
   return a.seq == b.seq && a.block == b.block && a.group == b.group;
 }
@@ -35,7 +35,7 @@ struct SlotLists {
   const std::int32_t* ranks;  // [chunk_tokens, Hkv, slots], -1: no visit; null: every block, slot b being block b
   std::int32_t chunk_begin, chunk_tokens, num_groups, slots;
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(OPENMSA_EMULATED)
   // Visits of a pair lie in slots 0 .. end - 1, of which has_visit() tells the live ones.
   __device__ __forceinline__ int slot_end(std::int64_t pair) const {
     if (ranks || slots == 0) return slots;
