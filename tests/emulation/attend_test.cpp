@@ -1,0 +1,71 @@
+// sparse_attention's kernels, which are known to be right on an H200, under the emulator: they vouch for it.
+#include <gtest/gtest.h>
+
+#include "calls.hpp"
+#include "engine.hpp"
+#include "support/cases.hpp"
+#include "support/compare.hpp"
+
+namespace openmsa::test {
+namespace {
+
+using emulation::Timing;
+
+class EmulatedAttend : public testing::TestWithParam<std::tuple<Timing, std::uint32_t>> {
+ protected:
+  void SetUp() override {
+    emulation::options().timing = std::get<0>(GetParam());
+    emulation::options().seed = std::get<1>(GetParam());
+  }
+  void TearDown() override { emulation::options() = {}; }
+};
+INSTANTIATE_TEST_SUITE_P(Orders, EmulatedAttend,
+                         testing::Combine(testing::Values(Timing::kEarly, Timing::kLate), testing::Values(0, 7)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param) == Timing::kEarly ? "Early" : "Late") +
+                                  std::to_string(std::get<1>(info.param));
+                         });
+
+void expect_right(const Problem& problem, Rng& rng) {
+  SCOPED_TRACE(describe(problem));
+  const Tensor block_ids = random_block_ids(problem, rng);
+  EXPECT_TRUE(attention_right(problem, emulated_sparse_attention(problem, block_ids), &block_ids));
+}
+
+TEST_P(EmulatedAttend, EveryShape) {
+  Rng rng(1);
+  for (const std::int32_t group_size : {1, 3, 8}) {
+    for (const std::int32_t dim : {64, 96, 128}) {
+      const DType dtype = dim == 96 || group_size == 3 ? DType::kF16 : DType::kBF16;
+      const std::int32_t block_size = dim == 64 ? 128 : 64 << (group_size == 3);
+      expect_right(Problem(make_config(2, group_size, dim, 64, block_size, 4), single(40, 300), dtype, rng), rng);
+    }
+  }
+}
+
+TEST_P(EmulatedAttend, Layouts) {
+  Rng rng(2);
+  Layout layout;
+  layout.seqlens_q = {5, 0, 33, 1, 64, 2};
+  layout.seqlens_k = {129, 50, 33, 257, 64, 0};
+  const MsaConfig config = make_config(2, 4, 64, 64, 64, 4);
+  expect_right(Problem(config, layout, DType::kBF16, rng), rng);
+  layout.q_start = {-2, 0, 0, 300, 5, 0};
+  layout.strided = true;
+  expect_right(Problem(config, layout, DType::kF16, rng), rng);
+  layout.q_start = {};
+  layout.paged = true;
+  expect_right(Problem(config, layout, DType::kBF16, rng), rng);
+}
+
+TEST_P(EmulatedAttend, InvertedListsThatBreakTheRulesAreReported) {
+  Rng rng(3);
+  const Problem problem(make_config(1, 2, 64, 64, 64, 4), single(20, 300), DType::kBF16, rng);
+  Tensor block_ids = random_block_ids(problem, rng);
+  const double row[] = {0, 99, -1, -1};
+  block_ids.set_row(7, row);
+  EXPECT_THROW(emulated_sparse_attention(problem, block_ids), Error);
+}
+
+}  // namespace
+}  // namespace openmsa::test

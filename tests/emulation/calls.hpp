@@ -1,0 +1,42 @@
+// Functions of the CUDA backend called on a Problem, as the api layer would for tensors on a GPU: lengths are upper bounds, scratch is
+// exactly what reserve() takes and starts as NaN. Nothing beside outputs and scratch may be written.
+#pragma once
+
+#include <functional>
+
+#include "core/params.hpp"
+#include "support/training.hpp"
+
+namespace openmsa::test {
+
+template <typename Params>
+struct EmulatedKernel {
+  void (*run)(const Params&);
+  void (*reserve)(const Params&);
+};
+
+core::Geometry gpu_geometry(const Problem& problem);
+MsaConfig gpu_config(const Problem& problem);  // with the defaults filled in
+
+// Throws what kernels reported (a broken list, say) as an Error.
+void run_emulated(const std::function<void(core::Context)>& run, const std::function<void(core::Context)>& reserve);
+template <typename Params>
+void run_emulated(const EmulatedKernel<Params>& kernel, const Params& params) {
+  const auto bound = [&params](void (*function)(const Params&)) {
+    return [&params, function](core::Context context) {
+      Params with_context = params;
+      with_context.context = context;
+      if (function != nullptr) function(with_context);
+    };
+  };
+  run_emulated(bound(kernel.run), bound(kernel.reserve));
+}
+
+Attention emulated_sparse_attention(const Problem& problem, const Tensor& block_ids);
+// A null `block_ids` means every visible key, as in the calls of support/training.hpp.
+Gradients emulated_attention_backward(const EmulatedKernel<core::AttentionBackwardParams>& kernel, const Problem& problem,
+                                      const Tensor* block_ids, const Attention& forward, const Tensor& d_out);
+IndexKl emulated_index_kl(const EmulatedKernel<core::IndexKlParams>& kernel, const Problem& problem, const Tensor* block_ids,
+                          const Tensor& lse, const IndexKlOptions& options = {});
+
+}  // namespace openmsa::test

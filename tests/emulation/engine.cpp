@@ -1,0 +1,685 @@
+#include "engine.hpp"
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace openmsa::emulation {
+
+Position position;
+
+Options& options() {
+  static Options the;
+  return the;
+}
+
+namespace {
+
+constexpr std::uint32_t kRawAddress = 0x400;       // of dynamic shared memory, after what the hardware keeps; its end stays below:
+constexpr std::uint32_t kStaticAddress = 0x3a000;  // where static shared memory that somebody takes the address of is put
+constexpr std::uint32_t kSharedEnd = 0x40000;      // descriptors hold 18 bits
+constexpr std::uint32_t kStaticPiece = 1024;
+constexpr std::size_t kStackBytes = std::size_t{256} << 10, kPage = 4096;
+
+std::string hex(std::uint64_t x) {
+  char text[24];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(x));
+  return text;
+}
+
+// The word of an mbarrier.
+struct Barrier {
+  std::uint64_t magic : 8, phase : 1, count : 14, pending : 14;
+  std::int64_t bytes : 27;
+};
+static_assert(sizeof(Barrier) == 8);
+constexpr std::uint64_t kMagic = 0x9b;
+
+Barrier load_barrier(const std::uint64_t* word) {
+  Barrier barrier;
+  std::memcpy(&barrier, word, sizeof barrier);
+  return barrier;
+}
+void store_barrier(std::uint64_t* word, const Barrier& barrier) { std::memcpy(word, &barrier, sizeof barrier); }
+
+// Lanes that wait for each other. Several masks may be waited for at a time.
+struct WarpMeeting {
+  const char* instruction = nullptr;
+  std::uint32_t mask = 0, arrived = 0, generation = 0;
+  void* lanes[32] = {};
+  WarpWork work = nullptr;
+};
+
+struct Warp {
+  std::uint32_t live = 0;  // lanes that have not returned
+  std::array<WarpMeeting, 32> meetings;
+};
+
+struct PendingWgmma {
+  Wgmma wgmma;
+  std::array<float*, 128> d;
+  std::vector<std::uint32_t> a;
+};
+
+struct Warpgroup {
+  Wgmma wgmma{};
+  int arrived = 0;
+  std::uint32_t generation = 0;
+  std::array<float*, 128> d{};
+  std::array<std::uint32_t, 512> a{};
+  std::deque<PendingWgmma> pending;
+  std::uint64_t executed = 0;
+};
+
+struct CtaBarrier {
+  std::uint32_t expected = 0, arrived = 0, generation = 0;
+  Votes votes{};
+  std::array<Votes, 2> results{};  // by the parity of the generation
+};
+
+struct Fiber {
+  jmp_buf context;
+  ucontext_t start;
+  char* stack = nullptr;
+  bool started = false;  // waits in its loop for a body
+  bool done = true;
+  int number = 0;
+  Index thread{};
+  // What it waits for: a counter to leave `seen`, or an mbarrier to leave a phase. Null: nothing.
+  const std::uint32_t* counter = nullptr;
+  std::uint32_t seen = 0;
+  const std::uint64_t* barrier = nullptr;
+  std::uint32_t parity = 0;
+  const char* waits_in = nullptr;
+  std::uint32_t waits_id = 0;
+  // Asynchronous work of its own.
+  std::uint64_t wgmmas = 0, wgmmas_awaited = 0;
+  std::deque<std::uint64_t> wgmma_groups;
+  std::vector<std::function<void()>> stores;
+  std::deque<std::vector<std::function<void()>>> store_groups;
+};
+
+struct Cta {
+  int num_threads = 0, num_live = 0;
+  std::array<Warp, kMaxThreads / 32> warps;
+  std::array<Warpgroup, kMaxThreads / 128> warpgroups;
+  std::array<CtaBarrier, 16> barriers;
+  std::deque<std::function<void()>> loads;
+};
+
+struct Engine {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  Fiber* current = nullptr;
+  jmp_buf scheduler;
+  Cta cta;
+  const std::function<void()>* body = nullptr;
+  std::exception_ptr error;
+  const void* kernel = nullptr;
+  bool running = false;
+  // Shared memory: host address `zero` + a shared address; a page that nobody may touch follows it closely.
+  unsigned char* region = nullptr;
+  unsigned char* zero = nullptr;
+  std::size_t smem_bytes = 0;
+  std::vector<unsigned char> async;  // what asynchronous reads see
+  bool fence_pending = false;
+  std::vector<const unsigned char*> static_pieces;
+  std::uint32_t random = 0;
+};
+
+Engine engine;
+constexpr std::size_t kRegionBytes = std::size_t{512} << 10;
+
+std::string kernel_name() {
+  Dl_info info{};
+  if (dladdr(engine.kernel, &info) == 0 || info.dli_sname == nullptr) return "a kernel";
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status), std::free);
+  return status == 0 ? text.get() : info.dli_sname;
+}
+
+std::string where() {
+  if (!engine.running) return "";
+  const Index& block = position.block;
+  std::string text = " [" + kernel_name() + ", CTA " + std::to_string(block.x) + (block.y > 0 ? "," + std::to_string(block.y) : "");
+  if (engine.current != nullptr) text += ", thread " + std::to_string(engine.current->number);
+  return text + "]";
+}
+
+// ---- switching ----
+
+void to_scheduler(Fiber& fiber) {
+  if (_setjmp(fiber.context) == 0) _longjmp(engine.scheduler, 1);
+}
+
+void leave(Fiber& fiber);
+
+// A fiber outlives the thread that it is: after one body it waits for the next.
+void fiber_main() {
+  for (;;) {
+    Fiber& fiber = *engine.current;
+    try {
+      (*engine.body)();
+      leave(fiber);
+    } catch (...) {
+      if (!engine.error) engine.error = std::current_exception();
+    }
+    fiber.done = true;
+    to_scheduler(fiber);
+  }
+}
+
+void resume(Fiber& fiber) {
+  engine.current = &fiber;
+  position.thread = fiber.thread;
+  if (_setjmp(engine.scheduler) == 0) {
+    if (fiber.started) _longjmp(fiber.context, 1);
+    fiber.started = true;
+    setcontext(&fiber.start);
+  }
+  engine.current = nullptr;
+}
+
+void prepare_fiber(Fiber& fiber) {
+  if (fiber.stack == nullptr) {
+    void* stack = mmap(nullptr, kStackBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stack == MAP_FAILED) throw std::bad_alloc();
+    mprotect(stack, kPage, PROT_NONE);
+    fiber.stack = static_cast<char*>(stack) + kPage;
+  }
+  if (fiber.started) return;
+  getcontext(&fiber.start);
+  fiber.start.uc_stack.ss_sp = fiber.stack;
+  fiber.start.uc_stack.ss_size = kStackBytes;
+  fiber.start.uc_link = nullptr;
+  makecontext(&fiber.start, fiber_main, 0);
+}
+
+bool ready(const Fiber& fiber) {
+  if (fiber.counter != nullptr) return *fiber.counter != fiber.seen;
+  if (fiber.barrier != nullptr) return load_barrier(fiber.barrier).phase != fiber.parity;
+  return true;
+}
+
+void wait_for_change(const std::uint32_t& counter, const char* in, std::uint32_t id) {
+  Fiber& fiber = *engine.current;
+  fiber.counter = &counter;
+  fiber.seen = counter;
+  fiber.waits_in = in;
+  fiber.waits_id = id;
+  to_scheduler(fiber);
+  fiber.counter = nullptr;
+}
+
+// ---- barriers among threads ----
+
+void finish_barrier(CtaBarrier& barrier) {
+  barrier.results[barrier.generation % 2] = barrier.votes;
+  barrier.arrived = 0;
+  ++barrier.generation;
+}
+
+void finish_meeting(WarpMeeting& meeting, std::uint32_t live) {
+  if (meeting.work != nullptr) meeting.work(meeting.lanes, meeting.mask & live);
+  meeting.arrived = 0;
+  std::fill(std::begin(meeting.lanes), std::end(meeting.lanes), nullptr);
+  ++meeting.generation;
+}
+
+// A thread that returns is waited for no longer.
+void leave(Fiber& fiber) {
+  if (fiber.wgmmas_awaited != fiber.wgmmas) fail("returns with a wgmma that it did not wait for");
+  if (!fiber.stores.empty()) fail("returns with a bulk store that it did not commit");
+  if (std::any_of(fiber.store_groups.begin(), fiber.store_groups.end(), [](const auto& group) { return !group.empty(); }))
+    fail("returns while bulk stores may still read shared memory: wait for their groups");
+  Cta& cta = engine.cta;
+  --cta.num_live;
+  CtaBarrier& all = cta.barriers[0];
+  if (all.arrived > 0 && static_cast<int>(all.arrived) == cta.num_live) finish_barrier(all);
+  Warp& warp = cta.warps[static_cast<std::size_t>(fiber.number / 32)];
+  warp.live &= ~(1u << fiber.number % 32);
+  for (WarpMeeting& meeting : warp.meetings) {
+    if (meeting.arrived != 0 && meeting.arrived == (meeting.mask & warp.live)) finish_meeting(meeting, warp.live);
+  }
+}
+
+// ---- the scheduler ----
+
+std::string describe_wait(const Fiber& fiber) {
+  if (fiber.barrier != nullptr) {
+    const Barrier barrier = load_barrier(fiber.barrier);
+    std::string text = "mbarrier ";
+    const auto* byte = reinterpret_cast<const unsigned char*>(fiber.barrier);
+    if (byte >= engine.zero && byte < engine.zero + kSharedEnd)
+      text += "at dynamic offset " + std::to_string(byte - engine.zero - kRawAddress);
+    else
+      text += "at " + hex(reinterpret_cast<std::uintptr_t>(byte));
+    return text + " parity " + std::to_string(fiber.parity) + " (phase " + std::to_string(barrier.phase) + ", " +
+           std::to_string(barrier.pending) + " of " + std::to_string(barrier.count) + " arrivals and " +
+           std::to_string(barrier.bytes) + " bytes missing)";
+  }
+  return std::string(fiber.waits_in) + " " + hex(fiber.waits_id);
+}
+
+[[noreturn]] void fail_deadlock() {
+  std::string text = "deadlock; waiting:";
+  for (int i = 0; i < engine.cta.num_threads;) {
+    const Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
+    if (fiber.done) {
+      ++i;
+      continue;
+    }
+    const std::string wait = describe_wait(fiber);
+    int end = i + 1;
+    while (end < engine.cta.num_threads && !engine.fibers[static_cast<std::size_t>(end)]->done &&
+           describe_wait(*engine.fibers[static_cast<std::size_t>(end)]) == wait) {
+      ++end;
+    }
+    text += "\n  threads " + std::to_string(i) + (end > i + 1 ? " to " + std::to_string(end - 1) : "") + ": " + wait;
+    i = end;
+  }
+  engine.current = nullptr;
+  fail(text);
+}
+
+std::uint32_t next_random() {
+  engine.random ^= engine.random << 13;
+  engine.random ^= engine.random >> 17;
+  engine.random ^= engine.random << 5;
+  return engine.random;
+}
+
+void start_shared(std::size_t bytes) {
+  if (engine.region == nullptr) {
+    void* region = mmap(nullptr, kRegionBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (region == MAP_FAILED) throw std::bad_alloc();
+    engine.region = static_cast<unsigned char*>(region);
+    mprotect(engine.region + kPage, kRegionBytes / 2, PROT_READ | PROT_WRITE);
+  }
+  engine.smem_bytes = bytes;
+  const std::size_t end = (kRawAddress + bytes + 1023) / 1024 * 1024;
+  engine.zero = engine.region + kPage + kRegionBytes / 2 - end;
+  engine.async.resize(bytes);
+  engine.static_pieces.clear();
+}
+
+constexpr unsigned char kCanary = 0xa5;
+unsigned char* raw_begin() { return engine.zero + kRawAddress; }
+unsigned char* slack_end() { return engine.region + kPage + kRegionBytes / 2; }
+
+void fill_shared() {
+  std::memset(engine.zero, kCanary, kRawAddress);
+  std::memset(raw_begin(), 0xff, engine.smem_bytes);
+  std::memset(engine.async.data(), 0xff, engine.smem_bytes);
+  std::fill(raw_begin() + engine.smem_bytes, slack_end(), kCanary);
+  engine.fence_pending = false;
+}
+
+void check_shared() {
+  const auto intact = [](const unsigned char* begin, const unsigned char* end) {
+    return std::all_of(begin, end, [](unsigned char x) { return x == kCanary; });
+  };
+  if (!intact(engine.zero, raw_begin())) fail("wrote below its dynamic shared memory");
+  if (!intact(raw_begin() + engine.smem_bytes, slack_end())) fail("wrote past its dynamic shared memory");
+}
+
+void run_cta(Index block_dim) {
+  Cta& cta = engine.cta;
+  const int num_threads = static_cast<int>(block_dim.x * block_dim.y * block_dim.z);
+  cta = Cta{};
+  cta.num_threads = cta.num_live = num_threads;
+  while (static_cast<int>(engine.fibers.size()) < num_threads) engine.fibers.push_back(std::make_unique<Fiber>());
+  for (int i = 0; i < num_threads; ++i) {
+    Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
+    prepare_fiber(fiber);
+    fiber.done = false;
+    fiber.number = i;
+    const auto n = static_cast<unsigned>(i);
+    fiber.thread = {n % block_dim.x, n / block_dim.x % block_dim.y, n / (block_dim.x * block_dim.y)};
+    fiber.counter = nullptr;
+    fiber.barrier = nullptr;
+    fiber.wgmmas = fiber.wgmmas_awaited = 0;
+    fiber.wgmma_groups.clear();
+    fiber.stores.clear();
+    fiber.store_groups.clear();
+    cta.warps[static_cast<std::size_t>(i / 32)].live |= 1u << i % 32;
+  }
+  fill_shared();
+  const bool shuffled = options().seed != 0;
+  for (;;) {
+    bool progress = false, live = false;
+    const std::uint32_t turn = shuffled ? next_random() : 0;
+    for (int n = 0; n < num_threads; ++n) {
+      int i = n;
+      if (shuffled) {
+        i = static_cast<int>((static_cast<std::uint32_t>(n) + turn) % static_cast<std::uint32_t>(num_threads));
+        if ((turn >> 31) != 0) i = num_threads - 1 - i;
+      }
+      Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
+      if (fiber.done) continue;
+      live = true;
+      if (!ready(fiber)) continue;
+      progress = true;
+      if (shuffled && next_random() % 4 == 0) continue;  // its turn will come
+      resume(fiber);
+      if (engine.error) return;
+    }
+    if (!live) break;
+    if (progress) continue;
+    if (cta.loads.empty()) fail_deadlock();
+    const std::function<void()> load = std::move(cta.loads.front());
+    cta.loads.pop_front();
+    load();
+  }
+  if (!cta.loads.empty()) fail("ends with a bulk load under way that nobody waited for");
+  check_shared();
+}
+
+}  // namespace
+
+void fail(const std::string& what) { throw Failure(what + where()); }
+
+void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body) {
+  if (engine.running) throw Failure("a kernel cannot launch another");
+  engine.kernel = kernel;
+  engine.body = &body;
+  engine.error = nullptr;
+  engine.random = options().seed * 2654435761u | 1u;
+  engine.running = true;
+  // Fibers that are left in the middle of a kernel that failed have to start afresh.
+  struct Finish {
+    ~Finish() {
+      engine.running = false;
+      engine.body = nullptr;
+      for (const auto& fiber : engine.fibers) {
+        if (!fiber->done) fiber->started = false;
+        fiber->done = true;
+      }
+    }
+  } finish;
+  const std::size_t threads = std::size_t{block.x} * block.y * block.z;
+  position = {{}, {}, block, grid};
+  if (threads == 0 || threads > static_cast<std::size_t>(kMaxThreads)) fail("has " + std::to_string(threads) + " threads a CTA");
+  if (std::size_t{grid.x} * grid.y * grid.z == 0) fail("has an empty grid");
+  if (smem_bytes > kMaxSmemBytes) fail("asks for " + std::to_string(smem_bytes) + " bytes of shared memory, of 227 KiB");
+  start_shared(smem_bytes);
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) {
+        position.block = {x, y, z};
+        run_cta(block);
+        if (engine.error) std::rethrow_exception(std::exchange(engine.error, nullptr));
+      }
+    }
+  }
+}
+
+int lane() { return engine.current->number % 32; }
+
+// ---- shared memory ----
+
+unsigned char* dynamic_shared() { return raw_begin(); }
+
+std::uint32_t shared_address(const void* pointer) {
+  const auto* byte = static_cast<const unsigned char*>(pointer);
+  if (byte >= engine.zero && byte < slack_end()) return static_cast<std::uint32_t>(byte - engine.zero);
+  const unsigned char* piece = byte - reinterpret_cast<std::uintptr_t>(byte) % kStaticPiece;
+  auto& pieces = engine.static_pieces;
+  const auto found = std::find(pieces.begin(), pieces.end(), piece);
+  const auto index = static_cast<std::uint32_t>(found - pieces.begin());
+  if (found == pieces.end()) pieces.push_back(piece);
+  const std::uint32_t address = kStaticAddress + index * kStaticPiece;
+  if (address >= kSharedEnd) fail("takes the address of too much static shared memory, or of memory that is not shared");
+  return address + static_cast<std::uint32_t>(byte - piece);
+}
+
+void* shared_pointer(std::uint32_t address, std::uint32_t bytes) {
+  if (address >= kRawAddress && address + bytes <= kRawAddress + engine.smem_bytes) return engine.zero + address;
+  const std::uint32_t index = (address - kStaticAddress) / kStaticPiece, offset = (address - kStaticAddress) % kStaticPiece;
+  if (address < kStaticAddress || index >= engine.static_pieces.size() || offset + bytes > kStaticPiece) {
+    fail("accesses " + std::to_string(bytes) + " bytes at shared address " + hex(address) +
+         ", outside its shared memory (dynamic: " + hex(kRawAddress) + " to " + hex(kRawAddress + engine.smem_bytes) + ")");
+  }
+  return const_cast<unsigned char*>(engine.static_pieces[index]) + offset;
+}
+
+namespace {
+bool is_dynamic(std::uint32_t address) { return address < kStaticAddress; }
+void publish() {
+  std::memcpy(engine.async.data(), raw_begin(), engine.smem_bytes);
+  engine.fence_pending = false;
+}
+}  // namespace
+
+// A copy of everything a thread would cost too much: the lanes of a warp mostly fence one after the other, so one copies for all;
+// where it does not come, the next read does.
+void fence_async() {
+  if (options().timing == Timing::kEarly) return;
+  engine.fence_pending = true;
+  if (lane() == 31) publish();
+}
+
+const void* async_source(std::uint32_t address, std::uint32_t bytes) {
+  void* source = shared_pointer(address, bytes);
+  if (options().timing == Timing::kEarly || !is_dynamic(address)) return source;
+  if (engine.fence_pending) publish();
+  return engine.async.data() + (address - kRawAddress);
+}
+
+void async_store(std::uint32_t address, const void* data, std::uint32_t bytes) {
+  std::memcpy(shared_pointer(address, bytes), data, bytes);
+  if (is_dynamic(address)) std::memcpy(engine.async.data() + (address - kRawAddress), data, bytes);
+}
+
+// ---- barriers ----
+
+Votes sync_threads(bool vote) {
+  Cta& cta = engine.cta;
+  CtaBarrier& barrier = cta.barriers[0];
+  if (barrier.arrived == 0) barrier.votes = {0, 1, 0};
+  barrier.votes.any |= vote ? 1 : 0;
+  barrier.votes.all &= vote ? 1 : 0;
+  barrier.votes.count += vote ? 1 : 0;
+  const std::uint32_t generation = barrier.generation;
+  if (static_cast<int>(++barrier.arrived) == cta.num_live)
+    finish_barrier(barrier);
+  else
+    wait_for_change(barrier.generation, "__syncthreads", 0);
+  return barrier.results[generation % 2];
+}
+
+void named_barrier(std::uint32_t id, std::uint32_t threads) {
+  if (id == 0 || id >= 16) fail("uses named barrier " + std::to_string(id) + "; ids are 1 to 15");
+  if (threads == 0 || threads % 32 != 0 || static_cast<int>(threads) > engine.cta.num_threads) {
+    fail("lets " + std::to_string(threads) + " threads meet at a named barrier");
+  }
+  CtaBarrier& barrier = engine.cta.barriers[id];
+  if (barrier.arrived == 0) barrier.expected = threads;
+  if (barrier.expected != threads) {
+    fail("expects " + std::to_string(threads) + " threads at named barrier " + std::to_string(id) + ", others " +
+         std::to_string(barrier.expected));
+  }
+  if (++barrier.arrived == barrier.expected)
+    finish_barrier(barrier);
+  else
+    wait_for_change(barrier.generation, "named barrier", id);
+}
+
+void meet_warp(const char* instruction, std::uint32_t mask, void* mine, WarpWork work) {
+  Warp& warp = engine.cta.warps[static_cast<std::size_t>(engine.current->number / 32)];
+  const auto self = static_cast<unsigned>(lane());
+  if ((mask >> self & 1) == 0) fail(std::string(instruction) + " by a lane that is not in its own mask");
+  const auto open = std::find_if(warp.meetings.begin(), warp.meetings.end(),
+                                 [&](const WarpMeeting& other) { return other.arrived != 0 && other.mask == mask; });
+  const auto unused =
+      std::find_if(warp.meetings.begin(), warp.meetings.end(), [](const WarpMeeting& other) { return other.arrived == 0; });
+  WarpMeeting& meeting = open != warp.meetings.end() ? *open : *unused;
+  if (meeting.arrived == 0) {
+    meeting.instruction = instruction;
+    meeting.mask = mask;
+    meeting.work = work;
+  } else if (std::strcmp(meeting.instruction, instruction) != 0) {
+    fail(std::string("lanes of a warp meet in ") + meeting.instruction + " and " + instruction);
+  }
+  meeting.arrived |= 1u << self;
+  meeting.lanes[self] = mine;
+  if (meeting.arrived == (mask & warp.live))
+    finish_meeting(meeting, warp.live);
+  else
+    wait_for_change(meeting.generation, instruction, mask);
+}
+
+// ---- mbarriers ----
+
+namespace {
+
+Barrier checked_barrier(const std::uint64_t* word, const char* what) {
+  const Barrier barrier = load_barrier(word);
+  if (barrier.magic != kMagic) fail(std::string(what) + " a barrier that was not initialised or was overwritten");
+  return barrier;
+}
+
+void settle(std::uint64_t* word, Barrier barrier) {
+  if (barrier.pending == 0 && barrier.bytes == 0) {
+    barrier.pending = barrier.count;
+    barrier.phase ^= 1;
+  }
+  store_barrier(word, barrier);
+}
+
+void arrive(std::uint64_t* word, std::uint32_t bytes) {
+  Barrier barrier = checked_barrier(word, "arrives on");
+  if (barrier.pending == 0) fail("arrives on a barrier that has all " + std::to_string(barrier.count) + " arrivals of the phase");
+  barrier.bytes += static_cast<std::int64_t>(bytes);
+  --barrier.pending;
+  settle(word, barrier);
+}
+
+}  // namespace
+
+void mbarrier_init(std::uint64_t* word, std::uint32_t arrivals) {
+  if (arrivals == 0 || arrivals >= 1u << 14) fail("initialises a barrier for " + std::to_string(arrivals) + " arrivals");
+  if (reinterpret_cast<std::uintptr_t>(word) % 8 != 0) fail("initialises a barrier that is not 8-byte aligned");
+  Barrier barrier{};
+  barrier.magic = kMagic;
+  barrier.count = barrier.pending = arrivals;
+  store_barrier(word, barrier);
+}
+
+void mbarrier_arrive(std::uint64_t* word) { arrive(word, 0); }
+void mbarrier_arrive_expect(std::uint64_t* word, std::uint32_t bytes) {
+  if (bytes >= 1u << 20) fail("expects " + std::to_string(bytes) + " bytes on a barrier; 2^20 - 1 is the most");
+  arrive(word, bytes);
+}
+
+void mbarrier_complete(std::uint64_t* word, std::uint32_t bytes) {
+  Barrier barrier = checked_barrier(word, "completes a copy on");
+  barrier.bytes -= static_cast<std::int64_t>(bytes);
+  settle(word, barrier);
+}
+
+void mbarrier_wait(std::uint64_t* word, std::uint32_t parity) {
+  if (parity > 1) fail("waits for parity " + std::to_string(parity));
+  if (checked_barrier(word, "waits for").phase != parity) return;
+  Fiber& fiber = *engine.current;
+  fiber.barrier = word;
+  fiber.parity = parity;
+  to_scheduler(fiber);
+  fiber.barrier = nullptr;
+}
+
+// ---- asynchronous work ----
+
+void issue_load(std::function<void()> load) {
+  if (options().timing == Timing::kEarly)
+    load();
+  else
+    engine.cta.loads.push_back(std::move(load));
+}
+
+void issue_store(std::function<void()> store) {
+  if (options().timing == Timing::kEarly) {
+    store();
+    store = [] {};
+  }
+  engine.current->stores.push_back(std::move(store));
+}
+
+void commit_stores() { engine.current->store_groups.push_back(std::exchange(engine.current->stores, {})); }
+
+void wait_stores(std::size_t pending_groups) {
+  auto& groups = engine.current->store_groups;
+  while (groups.size() > pending_groups) {
+    for (const auto& store : groups.front()) store();
+    groups.pop_front();
+  }
+}
+
+namespace {
+
+Warpgroup& warpgroup_of(const Fiber& fiber) { return engine.cta.warpgroups[static_cast<std::size_t>(fiber.number / 128)]; }
+
+bool same_instruction(const Wgmma& a, const Wgmma& b) {
+  return a.n == b.n && a.half == b.half && a.a_in_registers == b.a_in_registers && a.a_mn_major == b.a_mn_major &&
+         a.b_mn_major == b.b_mn_major && (a.a_in_registers || a.a == b.a) && a.b == b.b && a.accumulate == b.accumulate;
+}
+
+}  // namespace
+
+void issue_wgmma(const Wgmma& wgmma, float* d, const std::uint32_t* a_registers) {
+  Fiber& fiber = *engine.current;
+  Warpgroup& group = warpgroup_of(fiber);
+  if (engine.cta.num_threads < fiber.number / 128 * 128 + 128) fail("wgmma by a warpgroup of fewer than 128 threads");
+  if (group.arrived == 0)
+    group.wgmma = wgmma;
+  else if (!same_instruction(group.wgmma, wgmma))
+    fail("threads of a warpgroup meet in different wgmmas, or with different descriptors");
+  const auto t = static_cast<std::size_t>(fiber.number % 128);
+  group.d[t] = d;
+  if (a_registers != nullptr) std::copy_n(a_registers, 4, &group.a[4 * t]);
+  ++fiber.wgmmas;
+  if (++group.arrived < 128) {
+    wait_for_change(group.generation, "wgmma", static_cast<std::uint32_t>(wgmma.n));
+    return;
+  }
+  group.arrived = 0;
+  ++group.generation;
+  if (options().timing == Timing::kEarly) {
+    run_wgmma(wgmma, group.d.data(), group.a.data());
+    ++group.executed;
+  } else {
+    PendingWgmma pending{wgmma, group.d, {}};
+    if (a_registers != nullptr) pending.a.assign(group.a.begin(), group.a.end());
+    group.pending.push_back(std::move(pending));
+  }
+}
+
+void commit_wgmma() { engine.current->wgmma_groups.push_back(engine.current->wgmmas); }
+
+void wait_wgmma(std::size_t pending_groups) {
+  Fiber& fiber = *engine.current;
+  Warpgroup& group = warpgroup_of(fiber);
+  while (fiber.wgmma_groups.size() > pending_groups) {
+    fiber.wgmmas_awaited = fiber.wgmma_groups.front();
+    fiber.wgmma_groups.pop_front();
+  }
+  for (; group.executed < fiber.wgmmas_awaited; ++group.executed) {
+    const PendingWgmma& pending = group.pending.front();
+    run_wgmma(pending.wgmma, pending.d.data(), pending.a.data());
+    group.pending.pop_front();
+  }
+}
+
+}  // namespace openmsa::emulation

@@ -1,0 +1,19 @@
+// The wrappers of src/cuda/ptx/register.cuh; fibers have all the registers they want.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace openmsa::cuda::ptx {
+
+template <int kRegisters>
+void grow_registers() {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+}
+template <int kRegisters>
+void shrink_registers() {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+}
+
+inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : fmaxf(a, b); }
+
+}  // namespace openmsa::cuda::ptx

@@ -1,0 +1,88 @@
+// The host calls of src/cuda, and what src/cuda would link with on a machine with CUDA.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+
+#include "cuda/dense.hpp"
+#include "cuda/fault.hpp"
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+  }
+  return "unknown error";
+}
+const char* cudaGetErrorName(cudaError_t error) { return error == cudaSuccess ? "cudaSuccess" : "cudaError"; }
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = openmsa::emulation::options().num_multiprocessors;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  *entry = reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
+  *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** memory, std::size_t bytes, unsigned) {
+  *memory = std::calloc(1, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(target, source, bytes);
+  return cudaSuccess;
+}
+
+namespace openmsa::emulation {
+namespace {
+std::map<const void*, int> allowed_smem;
+}
+
+cudaError_t allow_smem(const void* kernel, int bytes) {
+  if (bytes > static_cast<int>(kMaxSmemBytes)) return cudaErrorInvalidValue;
+  allowed_smem[kernel] = bytes;
+  return cudaSuccess;
+}
+
+cudaError_t check_launch(const void* kernel, const cudaLaunchConfig_t& config) {
+  constexpr std::size_t kDefaultSmemBytes = std::size_t{48} << 10;
+  const std::size_t threads = std::size_t{config.blockDim.x} * config.blockDim.y * config.blockDim.z;
+  const std::size_t ctas = std::size_t{config.gridDim.x} * config.gridDim.y * config.gridDim.z;
+  if (threads == 0 || threads > std::size_t{kMaxThreads} || ctas == 0) return cudaErrorInvalidConfiguration;
+  if (config.gridDim.x > 0x7fffffffu || config.gridDim.y > 65535 || config.gridDim.z > 65535) return cudaErrorInvalidConfiguration;
+  const auto found = allowed_smem.find(kernel);
+  const std::size_t allowed = found == allowed_smem.end() ? kDefaultSmemBytes : static_cast<std::size_t>(found->second);
+  return config.dynamicSmemBytes <= allowed ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace openmsa::emulation
+
+namespace openmsa::cuda {
+
+std::int32_t* fault_claim() {
+  static std::int32_t claim = 0;
+  return &claim;
+}
+
+// The tile kernel runs in clusters of CTAs and is not emulated: no groups of 9 to 16 heads in sparse_attention.
+void fill_attention(DenseParams&, const MsaConfig&, const TensorView&, const TensorView&) {}
+void launch_dense(DenseMode, const TensorView&, const core::KeyBlocks&, const core::KeyBlocks&, const core::Geometry&,
+                  const MsaConfig&, const DenseParams&, void*) {
+  emulation::fail("sm90_dense is not emulated");
+}
+
+}  // namespace openmsa::cuda
