@@ -23,5 +23,7 @@ void sparse_attention_backward(const core::AttentionBackwardParams& params);
 void sparse_attention_backward_reserve(const core::AttentionBackwardParams& params);
 void dense_attention_backward(const core::AttentionBackwardParams& params);
 void dense_attention_backward_reserve(const core::AttentionBackwardParams& params);
+void index_kl_loss(const core::IndexKlParams& params);
+void index_kl_loss_reserve(const core::IndexKlParams& params);
 
 }  // namespace openmsa::cuda
