@@ -230,4 +230,63 @@ Attention gpu_dense_attention(const DeviceProblem& problem, bool with_block_max)
   return result;
 }
 
+Gradients gpu_attention_backward(const DeviceProblem& problem, const Tensor* block_ids, const Attention& forward,
+                                 const Tensor& d_out) {
+  const Problem& host = *problem.host;
+  const std::int64_t padding = output_padding(host);
+  const std::vector<std::int64_t> key_shape{host.total_k, host.config.num_kv_heads, host.config.head_dim};
+  Gradients result{Tensor(host.dtype, {host.total_q, host.config.num_q_heads, host.config.head_dim}, padding),
+                   Tensor(host.dtype, key_shape, padding), Tensor(host.dtype, key_shape, padding)};
+  const DeviceTensor out(forward.out), lse(forward.lse), d_out_on_gpu(d_out);
+  DeviceTensor d_q(result.d_q), d_k(result.d_k), d_v(result.d_v);
+  const auto run = [&]<typename Args>(void (*function)(const Args&), Args args) {
+    args.config = host.config;
+    args.batch = problem.batch();
+    args.q = problem.q.view();
+    args.k = problem.k.view();
+    args.v = problem.v.view();
+    args.out = out.view();
+    args.lse = lse.view();
+    args.d_out = d_out_on_gpu.view();
+    args.d_q = d_q.view();
+    args.d_k = d_k.view();
+    args.d_v = d_v.view();
+    run_twice<Args>(function, args, {{&result.d_q, &d_q}, {&result.d_k, &d_k}, {&result.d_v, &d_v}});
+  };
+  if (block_ids != nullptr) {
+    const DeviceTensor ids(*block_ids);
+    SparseAttentionBackwardArgs args;
+    args.block_ids = ids.view();
+    run(sparse_attention_backward, args);
+  } else {
+    run(dense_attention_backward, DenseAttentionBackwardArgs{});
+  }
+  return result;
+}
+
+IndexKl gpu_index_kl(const DeviceProblem& problem, const Tensor* block_ids, const Tensor& lse) {
+  const Problem& host = *problem.host;
+  const std::int64_t padding = output_padding(host);
+  IndexKl result{Tensor(DType::kF32, {1}),
+                 Tensor(host.dtype, {host.total_q, host.config.num_kv_heads, host.config.index_dim}, padding),
+                 Tensor(host.dtype, {host.total_k, host.config.index_dim}, padding)};
+  const DeviceTensor ids = block_ids != nullptr ? DeviceTensor(*block_ids) : DeviceTensor(), lse_on_gpu(lse);
+  DeviceTensor loss(result.loss), d_q_idx(result.d_q_idx), d_k_idx(result.d_k_idx);
+  IndexKlLossArgs args;
+  args.config = host.config;
+  args.batch = problem.batch();
+  args.q = problem.q.view();
+  args.k = problem.k.view();
+  args.lse = lse_on_gpu.view();
+  args.q_idx = problem.q_idx.view();
+  args.k_idx = problem.k_idx.view();
+  args.block_ids = ids.view();
+  args.loss = loss.view();
+  args.d_q_idx = d_q_idx.view();
+  args.d_k_idx = d_k_idx.view();
+  run_twice<IndexKlLossArgs>(index_kl_loss, args,
+                             {{&result.loss, &loss}, {&result.d_q_idx, &d_q_idx}, {&result.d_k_idx, &d_k_idx}});
+  return result;
+}
+
 }  // namespace openmsa::test

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "support/run.hpp"
+#include "support/training.hpp"
 
 namespace openmsa::test {
 
@@ -50,5 +50,9 @@ Tensor gpu_index_select(const DeviceProblem& problem);
 Attention gpu_attention(void (*function)(const SparseAttentionArgs&), const DeviceProblem& problem, const Tensor& block_ids);
 DecodeStep gpu_msa_decode(const DeviceProblem& problem);
 Attention gpu_dense_attention(const DeviceProblem& problem, bool with_block_max);
+// A null `block_ids` means every visible key, as in the calls of support/training.hpp.
+Gradients gpu_attention_backward(const DeviceProblem& problem, const Tensor* block_ids, const Attention& forward,
+                                 const Tensor& d_out);
+IndexKl gpu_index_kl(const DeviceProblem& problem, const Tensor* block_ids, const Tensor& lse);
 
 }  // namespace openmsa::test

@@ -1,0 +1,79 @@
+// Gradients and the index KL loss on the GPU against the fp64 oracle, at shapes small enough for compute-sanitizer, which together
+// launch every training kernel. Larger shapes: tests/python/test_cuda_training.py.
+#include <algorithm>
+
+#include "cuda/device.hpp"
+#include "device_run.hpp"
+#include "openmsa/info.hpp"
+#include "support/cases.hpp"
+#include "support/plain_training.hpp"
+
+namespace openmsa::test {
+namespace {
+
+struct Shape {
+  const char* name;
+  MsaConfig config;
+  Layout layout;
+  DType dtype = DType::kBF16;
+};
+
+Layout packed(std::vector<std::int32_t> seqlens_q, std::vector<std::int32_t> seqlens_k, std::vector<std::int32_t> q_start = {},
+              bool strided = false) {
+  return {std::move(seqlens_q), std::move(seqlens_k), std::move(q_start), false, strided};
+}
+
+std::vector<Shape> shapes() {
+  const MsaConfig reference = make_config(2, 16, 128, 128, 128, 4);
+  return {
+      {"Reference", reference, packed({70, 1, 0, 40}, {70, 300, 5, 1290})},
+      {"ReferenceHalf", reference, packed({90}, {500}), DType::kF16},
+      {"Documents", make_config(2, 16, 128, 128, 128, 16), packed({127, 129, 1, 2, 3, 5, 128}, {127, 129, 1, 2, 3, 5, 128})},
+      // A block that more tokens choose than an item holds, so that its items share it.
+      {"HotBlock", make_config(1, 2, 64, 64, 64, 4, 1, 1), packed({1300}, {1300})},
+      {"Group1", make_config(3, 1, 64, 96, 64, 8), packed({60, 0, 20}, {60, 3, 330}, {}, true)},
+      {"Group3Dim96", make_config(2, 3, 96, 64, 128, 4), packed({50, 9}, {400, 9}), DType::kF16},
+      {"Group5", make_config(2, 5, 128, 96, 64, 4), packed({45, 33}, {600, 33}, {}, true)},
+      {"Group8Dim64", make_config(2, 8, 64, 128, 128, 32), packed({33}, {700})},
+      {"GivenPositions", make_config(2, 4, 64, 96, 64, 4), packed({40, 40, 9}, {300, 30, 70}, {100, 0, -4}, true)},
+      {"MoreQueriesThanKeys", make_config(1, 2, 64, 64, 64, 4), packed({70}, {10})},
+  };
+}
+
+class CudaTraining : public testing::TestWithParam<Shape> {
+ protected:
+  void SetUp() override {
+    const cuda::DeviceStatus status = cuda::device_status();
+    if (!status.available) GTEST_SKIP() << status.detail;
+    const std::vector<KernelInfo> kernels = list_kernels();
+    const bool can_train = std::any_of(kernels.begin(), kernels.end(), [](const KernelInfo& kernel) {
+      return kernel.backend == Backend::kCuda && kernel.stage == "sparse_attention_backward";
+    });
+    if (!can_train) GTEST_SKIP() << "built without OPENMSA_CUDA_TRAINING";
+  }
+};
+INSTANTIATE_TEST_SUITE_P(, CudaTraining, testing::ValuesIn(shapes()), [](const auto& info) { return info.param.name; });
+void PrintTo(const Shape& shape, std::ostream* stream) { *stream << text(shape.config) << ", " << shape.layout.text(); }
+
+// For the lists given, or every visible block.
+void expect_right(const Problem& problem, const Tensor* block_ids) {
+  SCOPED_TRACE(block_ids == nullptr ? "every block" : "sparse");
+  const DeviceProblem device(problem);
+  const Attention forward =
+      block_ids != nullptr ? gpu_attention(sparse_attention, device, *block_ids) : gpu_dense_attention(device, false);
+  Rng rng(42);
+  const Tensor d_out = random_d_out(problem, rng);
+  EXPECT_TRUE(gradients_right(problem, block_ids, forward, d_out, gpu_attention_backward(device, block_ids, forward, d_out)));
+  EXPECT_TRUE(index_kl_right(problem, block_ids, forward.lse, gpu_index_kl(device, block_ids, forward.lse)));
+}
+
+TEST_P(CudaTraining, GradientsAndIndexLossAreRight) {
+  Rng rng(41);
+  const Problem problem(GetParam().config, GetParam().layout, GetParam().dtype, rng);
+  const Tensor block_ids = random_block_ids(problem, rng);
+  expect_right(problem, &block_ids);
+  expect_right(problem, nullptr);
+}
+
+}  // namespace
+}  // namespace openmsa::test
