@@ -46,7 +46,9 @@ struct TeacherTraits {
   static constexpr bool kStudent = kStudent_;
   static constexpr int kHalves = kDim / 64;
   static constexpr int kRows = 64;  // per stage
-  static constexpr int kStages = 8, kConsumers = 3;
+  // A multiple of the warpgroups: a stage is always the same one's, which waits for every one of its phases. Another could come a lap
+  // early, find the parity of the phase before, and take it for its own.
+  static constexpr int kConsumers = 3, kStages = 3 * kConsumers;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kBoxBytesKeys = kBlock * 128, kBoxBytesQ = kRows * 128;
   static constexpr int kKeyBytes = kHalves * kBoxBytesKeys, kStageBytes = kHalves * kBoxBytesQ;
