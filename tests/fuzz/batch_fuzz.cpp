@@ -7,10 +7,6 @@
 namespace openmsa::fuzz {
 namespace {
 
-bool is_cumulative(const std::vector<std::int32_t>& offsets) {
-  return offsets.front() == 0 && std::is_sorted(offsets.begin(), offsets.end());
-}
-
 std::int64_t longest(const std::vector<std::int32_t>& offsets) {
   std::int64_t length = 0;
   for (std::size_t s = 0; s + 1 < offsets.size(); ++s)
@@ -35,11 +31,7 @@ void run(Input input) {
   if (input.flag()) world.max_seqlen_k = input.range(-1, 70);
   world.allocate(input.word());
 
-  const bool ordered =
-      is_cumulative(world.cu_seqlens_q) && world.cu_seqlens_q.back() == world.total_q && is_cumulative(world.cu_seqlens_k);
-  const auto hint_holds = [](std::int64_t hint, std::int64_t length) { return hint == 0 || (hint > 0 && hint >= length); };
-  const bool hints_hold = ordered && hint_holds(world.max_seqlen_q, longest(world.cu_seqlens_q)) &&
-                          hint_holds(world.max_seqlen_k, longest(world.cu_seqlens_k));
+  const bool hints_hold = world.offsets_hold();
   const bool valid = hints_hold && world.cu_seqlens_k.back() == world.total_k;
   const bool scores_fit = hints_hold && (longest(world.cu_seqlens_k) + 15) / 16 <= world.score_width();
 

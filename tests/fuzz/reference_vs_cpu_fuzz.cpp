@@ -39,6 +39,7 @@ void run(Input input) {
   // One in eight is large enough to fill panels and split work; the rest go by in milliseconds.
   const bool large = input.byte() % 8 == 7;
   world.choose_lengths(input, large ? 4 : 2, large ? 255 : 130, large ? 70 : 12);
+  world.limit_work(30'000'000);
   world.allocate(input.word());
 
   World::Results expected = world.results(), selected = world.results();

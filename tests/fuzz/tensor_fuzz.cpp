@@ -45,11 +45,51 @@ void run(Input input) {
                              results.block_ids.view, results.out.view, results.lse.view, options};
   DenseAttentionArgs dense{world.config,     world.batch(),    world.q.view,           world.k.view, world.v.view,
                            results.out.view, results.lse.view, results.block_max.view, options};
+  // Training takes packed keys alone, so with paged ones these calls are refused whatever else bends.
+  const World::TrainingResults trained = world.training_results();
+  SparseAttentionBackwardArgs backward = world.sparse_backward(results.block_ids, results, trained);
+  IndexKlLossArgs kl = world.index_kl(&results.block_ids, results, trained);
+  backward.options = kl.options = options;
   // The lengths are read by contract, so they keep their memory and bend in the other functions' targets.
-  TensorView* const views[] = {&index.q_idx,  &index.k_idx,      &index.block_ids,  &score.q_idx, &score.k_idx,
-                               &score.scores, &select.scores,    &select.block_ids, &sparse.q,    &sparse.k,
-                               &sparse.v,     &sparse.block_ids, &sparse.out,       &sparse.lse,  &dense.q,
-                               &dense.k,      &dense.v,          &dense.out,        &dense.lse,   &dense.block_max};
+  TensorView* const views[] = {&index.q_idx,
+                               &index.k_idx,
+                               &index.block_ids,
+                               &score.q_idx,
+                               &score.k_idx,
+                               &score.scores,
+                               &select.scores,
+                               &select.block_ids,
+                               &sparse.q,
+                               &sparse.k,
+                               &sparse.v,
+                               &sparse.block_ids,
+                               &sparse.out,
+                               &sparse.lse,
+                               &dense.q,
+                               &dense.k,
+                               &dense.v,
+                               &dense.out,
+                               &dense.lse,
+                               &dense.block_max,
+                               &backward.q,
+                               &backward.k,
+                               &backward.v,
+                               &backward.block_ids,
+                               &backward.out,
+                               &backward.lse,
+                               &backward.d_out,
+                               &backward.d_q,
+                               &backward.d_k,
+                               &backward.d_v,
+                               &kl.q,
+                               &kl.k,
+                               &kl.lse,
+                               &kl.q_idx,
+                               &kl.k_idx,
+                               &kl.block_ids,
+                               &kl.loss,
+                               &kl.d_q_idx,
+                               &kl.d_k_idx};
   const std::int32_t num_bent = input.range(1, 3);
   for (std::int32_t i = 0; i < num_bent; ++i) bend(input, *views[input.byte() % std::size(views)]);
   std::size_t bytes = 0;
@@ -58,6 +98,8 @@ void run(Input input) {
   runs([&] { bytes += workspace_bytes(select); });
   runs([&] { bytes += workspace_bytes(sparse); });
   runs([&] { bytes += workspace_bytes(dense); });
+  runs([&] { bytes += workspace_bytes(backward); });
+  runs([&] { bytes += workspace_bytes(kl); });
 }
 
 }  // namespace

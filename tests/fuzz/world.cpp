@@ -69,17 +69,83 @@ void World::choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max
   }
 }
 
+void World::limit_work(std::int64_t most) {
+  const std::int64_t width = std::int64_t{config.num_q_heads} * std::max(config.head_dim, config.index_dim);
+  for (;;) {
+    std::int64_t pairs = 0;
+    std::int32_t longest = 0;
+    for (std::size_t s = 0; s < seqlens_k.size(); ++s) {
+      const std::int32_t seqlen_q = cu_seqlens_q[s + 1] - cu_seqlens_q[s];
+      pairs += std::int64_t{seqlen_q} * seqlens_k[s];
+      longest = std::max(longest, seqlen_q);
+    }
+    if (pairs * width <= most || longest <= 1) break;
+    std::int32_t begin = 0;  // of the sequence before it was shortened
+    for (std::size_t s = 0; s < seqlens_k.size(); ++s) {
+      const std::int32_t seqlen_q = cu_seqlens_q[s + 1] - begin;
+      begin = cu_seqlens_q[s + 1];
+      cu_seqlens_q[s + 1] = cu_seqlens_q[s] + (seqlen_q + 1) / 2;
+    }
+  }
+  total_q = cu_seqlens_q.back();
+}
+
 void World::allocate(std::uint64_t seed) {
   const std::int64_t Hkv = config.num_kv_heads, D = config.head_dim, Di = config.index_dim, Bk = config.block_size;
   q = Buffer(dtype, {total_q, config.num_q_heads, D});
   q_idx = Buffer(dtype, {total_q, Hkv, Di});
   k = paged ? Buffer(dtype, {num_pages, Hkv, Bk, D}) : Buffer(dtype, {total_k, Hkv, D});
   v = paged ? Buffer(dtype, {num_pages, Hkv, Bk, D}) : Buffer(dtype, {total_k, Hkv, D});
+  d_out = Buffer(dtype, {total_q, config.num_q_heads, D});
   k_idx = paged ? Buffer(dtype, {num_pages, Bk, Di}) : Buffer(dtype, {total_k, Di});
   std::minstd_rand random(static_cast<std::uint32_t>(seed % 2147483646 + 1));
-  for (Buffer* buffer : {&q, &k, &v, &q_idx, &k_idx}) {
+  for (Buffer* buffer : {&q, &k, &v, &q_idx, &k_idx, &d_out}) {
     for (std::int64_t i = 0; i < buffer->view.numel(); ++i) buffer->set(i, static_cast<double>((random() >> 8) % 5) - 2);
   }
+}
+
+bool World::offsets_hold() const {
+  const auto holds = [](const std::vector<std::int32_t>& offsets, std::int64_t hint) {
+    std::int64_t longest = 0;
+    for (std::size_t s = 0; s + 1 < offsets.size(); ++s) {
+      if (offsets[s + 1] < offsets[s]) return false;
+      longest = std::max<std::int64_t>(longest, std::int64_t{offsets[s + 1]} - offsets[s]);
+    }
+    return offsets.front() == 0 && (hint == 0 || (hint > 0 && hint >= longest));
+  };
+  return holds(cu_seqlens_q, max_seqlen_q) && cu_seqlens_q.back() == total_q && holds(cu_seqlens_k, max_seqlen_k);
+}
+
+bool World::bend_block_ids(Input& input, Buffer& block_ids) const {
+  // A rate of bent ids that leaves many inputs valid.
+  const std::int32_t one_in = 1 << input.range(0, 6);
+  const std::int64_t block_size = config.block_size;
+  bool valid = true;
+  for (std::size_t s = 0; s + 1 < cu_seqlens_q.size(); ++s) {
+    const std::int64_t seqlen_q = cu_seqlens_q[s + 1] - cu_seqlens_q[s];
+    const std::int64_t seqlen_k = paged ? seqlens_k[s] : cu_seqlens_k[s + 1] - cu_seqlens_k[s];
+    for (std::int64_t i = 0; i < seqlen_q; ++i) {
+      const std::int64_t position = (q_start.empty() ? seqlen_k - seqlen_q : q_start[s]) + i;
+      const std::int64_t num_visible = std::clamp<std::int64_t>(position + 1, 0, seqlen_k);
+      for (std::int64_t g = 0; g < config.num_kv_heads; ++g) {
+        const std::int64_t row = ((cu_seqlens_q[s] + i) * config.num_kv_heads + g) * config.top_k;
+        std::int64_t last = -1;
+        bool ended = false;
+        for (std::int32_t slot = 0; slot < config.top_k; ++slot) {
+          auto id = static_cast<std::int32_t>(block_ids.get(row + slot));
+          if (input.byte() % one_in == 1 % one_in) id = input.flag() ? input.range(-2, 8) : input.int32_near(id);
+          block_ids.set(row + slot, id);
+          if (id == -1) {
+            ended = true;
+          } else {
+            valid = valid && !ended && id > last && std::int64_t{id} * block_size < num_visible;
+            last = id;
+          }
+        }
+      }
+    }
+  }
+  return valid;
 }
 
 Batch World::batch() const {
@@ -105,6 +171,16 @@ World::Results World::results() const {
   return {Buffer(DType::kF32, {total_q, Hkv, score_width()}), Buffer(DType::kI32, {total_q, Hkv, config.top_k}),
           Buffer(dtype, {total_q, Hq, config.head_dim}), Buffer(DType::kF32, {total_q, Hq}),
           Buffer(DType::kF32, {total_q, Hq, score_width()})};
+}
+
+World::TrainingResults World::training_results() const {
+  const std::int64_t Hkv = config.num_kv_heads, D = config.head_dim, Di = config.index_dim;
+  return {Buffer(dtype, {total_q, config.num_q_heads, D}),
+          Buffer(dtype, {total_k, Hkv, D}),
+          Buffer(dtype, {total_k, Hkv, D}),
+          Buffer(DType::kF32, {1}),
+          Buffer(dtype, {total_q, Hkv, Di}),
+          Buffer(dtype, {total_k, Di})};
 }
 
 // Outputs of a refused call must be as they were: still poison.
@@ -161,6 +237,54 @@ bool World::dense_attention(Results& results, const RunOptions& options) const {
   require(ran || (results.out.untouched() && results.lse.untouched() && results.block_max.untouched()),
           "a refused call writes nothing");
   return ran;
+}
+
+namespace {
+
+template <typename Args>
+Args backward_args(const World& world, const World::Results& forward, const World::TrainingResults& results) {
+  Args args;
+  args.config = world.config;
+  args.batch = world.batch();
+  args.q = world.q.view;
+  args.k = world.k.view;
+  args.v = world.v.view;
+  args.out = forward.out.view;
+  args.lse = forward.lse.view;
+  args.d_out = world.d_out.view;
+  args.d_q = results.d_q.view;
+  args.d_k = results.d_k.view;
+  args.d_v = results.d_v.view;
+  return args;
+}
+
+}  // namespace
+
+SparseAttentionBackwardArgs World::sparse_backward(const Buffer& block_ids, const Results& forward,
+                                                   const TrainingResults& results) const {
+  auto args = backward_args<SparseAttentionBackwardArgs>(*this, forward, results);
+  args.block_ids = block_ids.view;
+  return args;
+}
+
+DenseAttentionBackwardArgs World::dense_backward(const Results& forward, const TrainingResults& results) const {
+  return backward_args<DenseAttentionBackwardArgs>(*this, forward, results);
+}
+
+IndexKlLossArgs World::index_kl(const Buffer* block_ids, const Results& forward, const TrainingResults& results) const {
+  IndexKlLossArgs args;
+  args.config = config;
+  args.batch = batch();
+  args.q = q.view;
+  args.k = k.view;
+  args.lse = forward.lse.view;
+  args.q_idx = q_idx.view;
+  args.k_idx = k_idx.view;
+  if (block_ids != nullptr) args.block_ids = block_ids->view;
+  args.loss = results.loss.view;
+  args.d_q_idx = results.d_q_idx.view;
+  args.d_k_idx = results.d_k_idx.view;
+  return args;
 }
 
 }  // namespace openmsa::fuzz

@@ -44,20 +44,32 @@ struct World {
   std::vector<std::int32_t> cu_seqlens_q, cu_seqlens_k, seqlens_k, page_table, q_start;
   std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;
 
-  Buffer q, k, v, q_idx, k_idx;
+  Buffer q, k, v, q_idx, k_idx, d_out;
 
   struct Results {
     Buffer scores, block_ids, out, lse, block_max;
   };
+  struct TrainingResults {
+    Buffer d_q, d_k, d_v, loss, d_q_idx, d_k_idx;
+  };
 
   // Lengths, positions and page numbers, all valid, up to the given numbers of sequences, and of keys and queries in each.
   void choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max_keys, std::int32_t max_queries);
+  // Halves the queries of every sequence until query heads * head dim * (query, key) pairs are at most `most`: each factor may be
+  // large, not all of them at once, since a slow input takes the time of thousands, and the fuzzer ends one of 20 s as hung.
+  void limit_work(std::int64_t most);
   // Tensors for the sizes above, filled with -2 .. 2 (every dot product is exact and many tie).
   void allocate(std::uint64_t seed);
+
+  // The plain reading of the contract for packed offsets: they start at 0, never decrease and end at T, and no hint is too small.
+  bool offsets_hold() const;
+  // Spoils some ids of lists that select_blocks has made for this valid batch. True if all lists are valid still.
+  bool bend_block_ids(Input& input, Buffer& block_ids) const;
 
   Batch batch() const;
   std::int64_t score_width() const;
   Results results() const;
+  TrainingResults training_results() const;
 
   bool block_scores(Results& results, const RunOptions& options) const;
   bool select_blocks(const Buffer& scores, Results& results, const RunOptions& options) const;
@@ -68,6 +80,12 @@ struct World {
   bool dense_attention(Results& results, const RunOptions& options) const;
   bool sparse(void (*function)(const SparseAttentionArgs&), const Buffer& block_ids, Results& results,
               const RunOptions& options) const;
+
+  // Training calls, packed keys. Null block_ids: every visible key.
+  SparseAttentionBackwardArgs sparse_backward(const Buffer& block_ids, const Results& forward,
+                                              const TrainingResults& results) const;
+  DenseAttentionBackwardArgs dense_backward(const Results& forward, const TrainingResults& results) const;
+  IndexKlLossArgs index_kl(const Buffer* block_ids, const Results& forward, const TrainingResults& results) const;
 };
 
 }  // namespace openmsa::fuzz
