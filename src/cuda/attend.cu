@@ -110,7 +110,7 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
                             s.work,
                             s.num_work};
     launch(smxx_union_kernel, dim3(blocks_for(std::int64_t{s.plan.capacity} * config.num_kv_heads, kUnionWarps)), 32 * kUnionWarps,
-           0, stream, false, unite);
+           0, stream, Order::kAfter, unite);
   }
   InvertParams invert{};
   invert.batch = batch;
@@ -174,13 +174,13 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
     with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
       with_size<64, 128>(config.block_size, [&](auto block) {
         using Traits = AttendTraits<T, dim.value, block.value>;
-        launch(sm90_attend_kernel<Traits>, dim3(num_multiprocessors()), Traits::kThreads, Traits::kSmemBytes, stream, false, map_q,
-               map_k, map_v, map_partial, attend);
+        launch(sm90_attend_kernel<Traits>, dim3(num_multiprocessors()), Traits::kThreads, Traits::kSmemBytes, stream, Order::kAfter,
+               map_q, map_k, map_v, map_partial, attend);
       });
       with_bound<16, 32>(config.top_k, [&](auto bound) {
         using Traits = CombineTraits<T, dim.value, bound.value>;
         const std::int64_t threads = (std::int64_t{chunk_tokens} * config.num_kv_heads << s.log_group) * Traits::kParts;
-        launch(smxx_combine_kernel<Traits>, dim3(blocks_for(threads, 256)), 256, 0, stream, false, combine);
+        launch(smxx_combine_kernel<Traits>, dim3(blocks_for(threads, 256)), 256, 0, stream, Order::kAfter, combine);
       });
     });
   });

@@ -39,8 +39,8 @@ void launch_dense(DenseMode mode, const TensorView& q, const core::KeyBlocks& k,
       with_size<64, 128>(config.block_size, [&](auto block) {
         with_size<0, 1, 2, 3>(static_cast<int>(mode), [&](auto which) {
           using Traits = DenseTraits<decltype(element), dim.value, block.value, static_cast<DenseMode>(which.value)>;
-          launch(sm90_dense_kernel<Traits>, dim3(num_ctas), Traits::kThreads, Traits::kSmemBytes, stream, false, map_q, map_k,
-                 map_v, params);
+          launch(sm90_dense_kernel<Traits>, dim3(num_ctas), Traits::kThreads, Traits::kSmemBytes, stream, Order::kAfter, map_q,
+                 map_k, map_v, params);
         });
       });
     });

@@ -58,10 +58,6 @@ void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_by
   config.numAttrs = order == Order::kAfter ? 0 : 1;
   check(cudaLaunchKernelEx(&config, kernel, args...), "kernel launch");
 }
-template <typename... Args>
-void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_bytes, void* stream, bool dependent, Args... args) {
-  launch(kernel, grid, threads, smem_bytes, stream, dependent ? Order::kDependent : Order::kAfter, args...);
-}
 
 inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);

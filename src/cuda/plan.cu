@@ -26,7 +26,7 @@ void launch_plan(const Plan& plan, const BatchParams& batch, std::int64_t token_
                           plan.tiles,
                           plan.tile_begin,
                           plan.block_begin};
-  launch(smxx_plan_kernel, dim3(1), kPlanThreads, 0, stream, false, params);
+  launch(smxx_plan_kernel, dim3(1), kPlanThreads, 0, stream, Order::kAfter, params);
 }
 
 }  // namespace openmsa::cuda

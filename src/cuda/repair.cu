@@ -43,7 +43,7 @@ void launch_repair(const Params& params, const TensorView& block_ids) {
   const std::int64_t rows = params.geo.total_q * config.num_kv_heads;
   const unsigned grid = std::min<unsigned>(blocks_for(rows, kRepairRows), 4 * num_multiprocessors());
   with_dtype(params.q.dtype, [&](auto element) {
-    launch(smxx_repair_kernel<decltype(element)>, dim3(grid), kRepairThreads, 0, params.context.stream, true, device);
+    launch(smxx_repair_kernel<decltype(element)>, dim3(grid), kRepairThreads, 0, params.context.stream, Order::kDependent, device);
   });
 }
 

@@ -18,8 +18,8 @@ void launch_few(const ScoreCall& call) {
   with_size<64, 96, 128>(call.config->index_dim, [&](auto dim) {
     with_size<64, 128>(call.geo->block_size, [&](auto block) {
       using Traits = ScoreFewTraits<T, dim.value, block.value>;
-      launch(smxx_score_few_kernel<Traits>, dim3(num_multiprocessors()), kFewThreads, Traits::kSmemBytes, call.stream, false,
-             params);
+      launch(smxx_score_few_kernel<Traits>, dim3(num_multiprocessors()), kFewThreads, Traits::kSmemBytes, call.stream,
+             Order::kAfter, params);
     });
   });
 }
@@ -52,7 +52,7 @@ void launch_tiles(const ScoreCall& call, const Plan& plan) {
     with_size<64, 128>(geo.block_size, [&](auto block) {
       using Traits = ScoreTraits<T, index_dim.value, block.value>;
       launch(sm90_score_kernel<Traits>, dim3(plan.capacity, static_cast<unsigned>(splits)), Traits::kThreads, Traits::kSmemBytes,
-             call.stream, false, map_q, map_k, params);
+             call.stream, Order::kAfter, map_q, map_k, params);
     });
   });
 }

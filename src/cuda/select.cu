@@ -40,22 +40,21 @@ void launch_select(const SelectCall& call) {
       reinterpret_cast<std::uintptr_t>(call.scores) % 16 == 0 && call.stride_token % 4 == 0 && call.stride_group % 4 == 0;
   // A CTA a row while rows are fewer than warps that fill the chip.
   const bool few = rows <= 4 * num_multiprocessors();
+  const Order order = call.dependent ? Order::kDependent : Order::kAfter;
   const dim3 rows_grid(static_cast<unsigned>(
       std::min<std::int64_t>((rows + kSelectRowWarps - 1) / kSelectRowWarps, kSelectRowCtas * num_multiprocessors())));
   with_bound<16, 32>(params.top_k, [&](auto bound) {
     constexpr int kItems = bound.value / 16;
     if (few && vector) {
-      launch(smxx_select_few_kernel<kItems, 4>, dim3(static_cast<unsigned>(rows)), kFewThreads, 0, call.stream, call.dependent,
-             params);
+      launch(smxx_select_few_kernel<kItems, 4>, dim3(static_cast<unsigned>(rows)), kFewThreads, 0, call.stream, order, params);
     } else if (few) {
-      launch(smxx_select_few_kernel<kItems, 1>, dim3(static_cast<unsigned>(rows)), kFewThreads, 0, call.stream, call.dependent,
-             params);
+      launch(smxx_select_few_kernel<kItems, 1>, dim3(static_cast<unsigned>(rows)), kFewThreads, 0, call.stream, order, params);
     } else if (vector) {
       launch(smxx_select_rows_kernel<kItems, true>, rows_grid, 32 * kSelectRowWarps, kSelectRowsSmemBytes<kItems>, call.stream,
-             false, params);
+             Order::kAfter, params);
     } else {
       launch(smxx_select_rows_kernel<kItems, false>, rows_grid, 32 * kSelectRowWarps, kSelectRowsSmemBytes<kItems>, call.stream,
-             false, params);
+             Order::kAfter, params);
     }
   });
 }
