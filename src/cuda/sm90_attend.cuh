@@ -42,9 +42,11 @@ struct AttendTraits {
   static constexpr int kHeadDim = kHeadDim_, kBlock = kBlock_;
   static constexpr int kHalves = (kHeadDim + 63) / 64;
   static constexpr int kRows = 64;  // per stage: 64/Gp tokens x Gp heads
-  static constexpr int kStages = 8;
   // ptxas finds no allocation for three at 96 dims.
   static constexpr int kConsumers = kHeadDim == 96 ? 2 : 3;
+  // A multiple of the warpgroups: a stage is always the same one's, which waits for every one of its phases. Another could come a lap
+  // early, find the parity of the phase before, and take it for its own.
+  static constexpr int kStages = kConsumers == 3 ? 9 : 8;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kBoxBytesKv = kBlock * 128, kBoxBytesQ = kRows * 128;
