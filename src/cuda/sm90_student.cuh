@@ -6,8 +6,9 @@
 // Products    S^T = K_idx Q_idx^T (64 keys x 64 visits a warpgroup); D^T = P_idx - teacher is at once the A operand of
 //             d_k_idx += D^T Q_idx, and goes through shared memory for d_q_idx = D K_idx, 64 visits x the dims of this warpgroup.
 // Pipeline    K_idx of the item resident, its load behind that of the item's first stage; q_idx and the teacher's rows in a ring of
-//             kStages. D alternates between two tiles, so that one barrier a stage is enough. After that barrier nobody reads the
-//             stage's teacher, whose place d_q_idx passes through on its way to global memory.
+//             kStages; S^T of the next stage is under way while d_q_idx of this one is stored. D alternates between two tiles, so that
+//             one barrier a stage is enough. After that barrier nobody reads the stage's teacher, whose place d_q_idx passes through
+//             on its way to global memory.
 // Shared      K_idx halves x kBlock x 128 B | stages (q_idx halves x 64 x 128 B, teacher 64 x (kBlock + 4) fp32: rows 4 banks apart)
 //             | D 2 x consumers x 64 x 128 B | rows: lse, limit, visit of each stage row | item, barriers
 // Barriers    k_full 1 (TMA), k_empty 4 a consumer (a warp each); full[s] 1 (TMA), empty[s] 4 a consumer
@@ -264,12 +265,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::fence_async_proxy();
       ptx::named_barrier(1, 128 * kConsumers);
     }
-    float d_k[kDim / 2], loss = 0.f;
-    for (int i = 0; i < num_stages; ++i, ++stage_count) {
-      const int s = __shfl_sync(0xffffffffu, stage_count % kStages, 0);
+    float d_k[kDim / 2], scores[kRows / 2], loss = 0.f;
+    const auto issue_scores = [&](int count) {
+      const int s = __shfl_sync(0xffffffffu, count % kStages, 0);
       const std::uint32_t stage_offset = s * Traits::kStageBytes / 16;
-      ptx::mbarrier_wait(&full[s], (stage_count / kStages) & 1);
-      float scores[kRows / 2];
+      ptx::mbarrier_wait(&full[s], (count / kStages) & 1);
       ptx::wgmma_fence_operands(scores);
       ptx::wgmma_fence();
 #pragma unroll
@@ -280,6 +280,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             desc_q + stage_offset + ((step / 4) * Traits::kBoxBytesQ + column) / 16, step > 0);
       }
       ptx::wgmma_commit();
+    };
+    if constexpr (Traits::kGradients) issue_scores(stage_count);
+    for (int i = 0; i < num_stages; ++i, ++stage_count) {
+      const int s = __shfl_sync(0xffffffffu, stage_count % kStages, 0);
+      const std::uint32_t stage_offset = s * Traits::kStageBytes / 16;
+      if constexpr (!Traits::kGradients) issue_scores(stage_count);
       ptx::wgmma_wait<0>();
       ptx::wgmma_fence_operands(scores);
 
@@ -301,13 +307,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
           const float student = fmaf(scores[4 * j + c], params.scale_log2, c % 2 == 0 ? -lse.x : -lse.y);  // log2 of P_idx
           // log2_approx takes what is smaller for 0, and then 0 ln 0 = 0 holds. A NaN goes through.
           if (sees && !(p[c] < FLT_MIN)) loss = fmaf(p[c], log2_approx(p[c]) - student, loss);
-          scores[4 * j + c] = sees ? exp2_approx(student) - p[c] : 0.f;
+          p[c] = sees ? exp2_approx(student) - p[c] : 0.f;
         }
-        d[j / 2][j % 2 * 2] = pack2<T>(scores[4 * j], scores[4 * j + 1]);
-        d[j / 2][j % 2 * 2 + 1] = pack2<T>(scores[4 * j + 2], scores[4 * j + 3]);
+        d[j / 2][j % 2 * 2] = pack2<T>(p[0], p[1]);
+        d[j / 2][j % 2 * 2 + 1] = pack2<T>(p[2], p[3]);
       }
       if constexpr (Traits::kGradients) {
         const int parity = stage_count & 1;
+        const bool last = i + 1 == num_stages;
 #pragma unroll
         for (int step = 0; step < kRows / 16; ++step) {
           ptx::stmatrix_x4_trans(d_address + parity * Traits::kBytesD + step * 16 * 128, d[step][0], d[step][1], d[step][2],
@@ -344,7 +351,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                                                    i > 0 || step > 0);
             }
             ptx::wgmma_commit();
-            ptx::wgmma_wait<1>();
+            // After the last stage its own scores once more, for nobody: products under a condition would be serialised.
+            issue_scores(stage_count + (last ? 0 : 1));
+            ptx::wgmma_wait<2>();
           } else {
             ptx::wgmma_wait<0>();
           }
@@ -370,12 +379,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                       chunk * 8) = value;
           }
         }
-        ptx::wgmma_wait<0>();
+        ptx::wgmma_wait<1>();
         ptx::wgmma_fence_operands(d_k);
+        if (last) ptx::wgmma_wait<0>();
         ptx::fence_async_proxy();  // the copy engine writes next where d_q_idx went through
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(&empty[s]);
+    }
+    if constexpr (Traits::kGradients) {
+      ptx::wgmma_wait<0>();  // ptxas has not seen it under `last`
+      ptx::wgmma_fence_operands(scores);
     }
     const StudentItem item = *item_slot;
     __syncwarp();  // read by all lanes before the slot is free

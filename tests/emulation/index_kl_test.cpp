@@ -106,6 +106,20 @@ TEST_P(EmulatedIndexKl, Layouts) {
   expect_both_right(Problem(config, layout, DType::kBF16, rng), rng);
 }
 
+TEST_P(EmulatedIndexKl, RandomLayouts) {
+  for (std::uint64_t seed = 800; seed < 808; ++seed) {
+    Rng rng(seed);
+    const auto groups = pick<std::int32_t>(rng, {1, 2, 4}), group_size = pick<std::int32_t>(rng, {1, 2, 3, 4, 6, 7, 8, 16});
+    const auto dim = pick<std::int32_t>(rng, {64, 96, 128}), index_dim = pick<std::int32_t>(rng, {64, 96, 128});
+    const MsaConfig config = make_config(groups, group_size, dim, index_dim, pick<std::int32_t>(rng, {64, 128}),
+                                         pick<std::int32_t>(rng, {4, 8, 16, 32}));
+    Layout layout = random_layout(rng, 8'000'000 / (groups * group_size * dim));
+    layout.paged = false;
+    expect_both_right(Problem(config, layout, pick(rng, {DType::kBF16, DType::kF16}), rng), rng,
+                      seed % 2 == 0 ? kKernel : kCutKernel);
+  }
+}
+
 TEST_P(EmulatedIndexKl, ManyChunksAndSharedBlocks) {
   Rng rng(4);
   for (const std::int32_t block_size : {64, 128}) {
