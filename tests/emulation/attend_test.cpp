@@ -2,29 +2,15 @@
 #include <gtest/gtest.h>
 
 #include "calls.hpp"
-#include "engine.hpp"
+#include "orders.hpp"
 #include "support/cases.hpp"
 #include "support/compare.hpp"
 
 namespace openmsa::test {
 namespace {
 
-using emulation::Timing;
-
-class EmulatedAttend : public testing::TestWithParam<std::tuple<Timing, std::uint32_t>> {
- protected:
-  void SetUp() override {
-    emulation::options().timing = std::get<0>(GetParam());
-    emulation::options().seed = std::get<1>(GetParam());
-  }
-  void TearDown() override { emulation::options() = {}; }
-};
-INSTANTIATE_TEST_SUITE_P(Orders, EmulatedAttend,
-                         testing::Combine(testing::Values(Timing::kEarly, Timing::kLate), testing::Values(0, 7)),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param) == Timing::kEarly ? "Early" : "Late") +
-                                  std::to_string(std::get<1>(info.param));
-                         });
+class EmulatedAttend : public emulation::InOrders {};
+OPENMSA_IN_ORDERS(EmulatedAttend);
 
 void expect_right(const Problem& problem, Rng& rng) {
   SCOPED_TRACE(describe(problem));

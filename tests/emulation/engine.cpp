@@ -3,8 +3,10 @@
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -105,6 +107,7 @@ struct Fiber {
   std::uint32_t parity = 0;
   const char* waits_in = nullptr;
   std::uint32_t waits_id = 0;
+  int registers = 0;  // as setmaxnreg left them; 0: untouched
   // Asynchronous work of its own.
   std::uint64_t wgmmas = 0, wgmmas_awaited = 0;
   std::deque<std::uint64_t> wgmma_groups;
@@ -158,6 +161,25 @@ std::string where() {
   return text + "]";
 }
 
+// A crash tells where it was before it ends the process.
+void report_crash(int) {
+  if (!engine.running) return;
+  const std::string text = "crash (no such memory, or not aligned to the access)" + where() + "\n";
+  [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text.data(), text.size());
+}
+
+void catch_crashes() {
+  static std::array<char, std::size_t{64} << 10> stack;
+  stack_t alternative{};
+  alternative.ss_sp = stack.data();
+  alternative.ss_size = stack.size();
+  sigaltstack(&alternative, nullptr);
+  struct sigaction action {};
+  action.sa_handler = report_crash;
+  action.sa_flags = static_cast<int>(SA_ONSTACK | SA_RESETHAND);
+  for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE}) sigaction(signal, &action, nullptr);
+}
+
 // ---- switching ----
 
 void to_scheduler(Fiber& fiber) {
@@ -166,10 +188,18 @@ void to_scheduler(Fiber& fiber) {
 
 void leave(Fiber& fiber);
 
+// What variables start as that a kernel does not set: NaN, as far as they come to lie here.
+__attribute__((noinline)) void poison_stack() {
+  constexpr std::size_t kBytes = std::size_t{8} << 10;
+  auto* bytes = static_cast<volatile unsigned char*>(__builtin_alloca(kBytes));
+  std::memset(const_cast<unsigned char*>(bytes), 0xff, kBytes);
+}
+
 // A fiber outlives the thread that it is: after one body it waits for the next.
 void fiber_main() {
   for (;;) {
     Fiber& fiber = *engine.current;
+    if (options().timing == Timing::kLate) poison_stack();
     try {
       (*engine.body)();
       leave(fiber);
@@ -335,6 +365,23 @@ void check_shared() {
   if (!intact(raw_begin() + engine.smem_bytes, slack_end())) fail("wrote past its dynamic shared memory");
 }
 
+void check_registers() {
+  constexpr int kRegisterFile = 65536;
+  const Cta& cta = engine.cta;
+  int total = 0;
+  bool all_set = true;
+  for (int i = 0; i < cta.num_threads; ++i) {
+    const int registers = engine.fibers[static_cast<std::size_t>(i)]->registers;
+    if (registers != engine.fibers[static_cast<std::size_t>(i / 128 * 128)]->registers) {
+      fail("setmaxnreg by a part of the warpgroup from thread " + std::to_string(i / 128 * 128) + " on");
+    }
+    total += registers;
+    all_set = all_set && registers > 0;
+  }
+  if (all_set && total > kRegisterFile)
+    fail("asks for " + std::to_string(total) + " registers, of " + std::to_string(kRegisterFile));
+}
+
 void run_cta(Index block_dim) {
   Cta& cta = engine.cta;
   const int num_threads = static_cast<int>(block_dim.x * block_dim.y * block_dim.z);
@@ -350,6 +397,7 @@ void run_cta(Index block_dim) {
     fiber.thread = {n % block_dim.x, n / block_dim.x % block_dim.y, n / (block_dim.x * block_dim.y)};
     fiber.counter = nullptr;
     fiber.barrier = nullptr;
+    fiber.registers = 0;
     fiber.wgmmas = fiber.wgmmas_awaited = 0;
     fiber.wgmma_groups.clear();
     fiber.stores.clear();
@@ -379,12 +427,14 @@ void run_cta(Index block_dim) {
     if (!live) break;
     if (progress) continue;
     if (cta.loads.empty()) fail_deadlock();
-    const std::function<void()> load = std::move(cta.loads.front());
-    cta.loads.pop_front();
+    const auto next = cta.loads.begin() + static_cast<std::ptrdiff_t>(shuffled ? next_random() % cta.loads.size() : 0);
+    const std::function<void()> load = std::move(*next);
+    cta.loads.erase(next);
     load();
   }
   if (!cta.loads.empty()) fail("ends with a bulk load under way that nobody waited for");
   check_shared();
+  check_registers();
 }
 
 }  // namespace
@@ -393,6 +443,7 @@ void fail(const std::string& what) { throw Failure(what + where()); }
 
 void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body) {
   if (engine.running) throw Failure("a kernel cannot launch another");
+  [[maybe_unused]] static const bool once = (catch_crashes(), true);
   engine.kernel = kernel;
   engine.body = &body;
   engine.error = nullptr;
@@ -425,6 +476,8 @@ void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_byte
     }
   }
 }
+
+void set_registers(int count) { engine.current->registers = count; }
 
 int lane() { return engine.current->number % 32; }
 

@@ -6,7 +6,8 @@
 //            misaligned or impossible copies; threads of a warp or warpgroup that meet in different instructions; barriers that get too
 //            many arrivals. Timing::kLate also: accumulators or tiles used before the wait for them, a tile overwritten while a store
 //            or a product still reads it, ordinary stores that the copy engine or wgmma reads without a proxy fence.
-// Not        data races between threads that the scheduler's order hides, bank conflicts, register budgets, time.
+// Not        data races between threads that no order of turns shows (threads change places only where they wait), bank conflicts,
+//            time. Static shared memory keeps what the CTA before left there.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,7 @@ enum class Timing { kEarly, kLate };
 
 struct Options {
   Timing timing = Timing::kEarly;
-  std::uint32_t seed = 0;       // of the order in which threads get their turns; 0: ascending
+  std::uint32_t seed = 0;       // of the order in which threads get their turns and late loads land; 0: ascending
   int num_multiprocessors = 3;  // what cudaDeviceGetAttribute says
 };
 Options& options();
@@ -78,6 +79,9 @@ void fence_async();
 // Shared memory as the copy engine and wgmma read and write it.
 const void* async_source(std::uint32_t address, std::uint32_t bytes);
 void async_store(std::uint32_t address, const void* data, std::uint32_t bytes);
+
+// setmaxnreg. At the end of a CTA the warps of a warpgroup must agree, and all warpgroups together fit the register file.
+void set_registers(int count);
 
 // Asynchronous work of a thread: a load that ends on a barrier of its own, or a store that groups are kept of.
 void issue_load(std::function<void()> load);

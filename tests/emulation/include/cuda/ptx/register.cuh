@@ -1,4 +1,4 @@
-// The wrappers of src/cuda/ptx/register.cuh; fibers have all the registers they want.
+// The wrappers of src/cuda/ptx/register.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,10 +8,12 @@ namespace openmsa::cuda::ptx {
 template <int kRegisters>
 void grow_registers() {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+  emulation::set_registers(kRegisters);
 }
 template <int kRegisters>
 void shrink_registers() {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+  emulation::set_registers(kRegisters);
 }
 
 inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : fmaxf(a, b); }
