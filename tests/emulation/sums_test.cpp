@@ -7,8 +7,8 @@
 #include <cmath>
 #include <limits>
 
+#include "calls.hpp"
 #include "engine.hpp"
-#include "stage.hpp"
 #include "support/cases.hpp"
 
 namespace openmsa::test {
@@ -82,7 +82,7 @@ TEST_P(SumsTest, RowsOfTheBackwardPass) {
 // Dead slots hold NaN. `used` of `stored` rows.
 void expect_slot_sums(const Problem& problem, const std::vector<std::int32_t>* ranks, std::int32_t slots, std::int32_t dim,
                       std::int32_t used, int log_group, std::int64_t begin, std::int64_t end, DType dtype, Rng& rng) {
-  const core::Geometry geo = geometry_of(problem);
+  const core::Geometry geo = gpu_geometry(problem);
   const std::int32_t groups = problem.config.num_kv_heads, stored = 1 << log_group;
   const auto chunk = static_cast<std::int32_t>(end - begin);
   Tensor partial = random_tensor(dtype, {chunk * groups, slots, stored, dim}, rng);
@@ -182,7 +182,7 @@ TEST(SumsShareTest, PartialsOfSharedBlocks) {
   layout.seqlens_q = {9, 9};
   layout.seqlens_k = {200, 70};
   const Problem problem(make_config(2, 1, 64, 16, 64, 4), layout, DType::kBF16, rng);
-  const core::Geometry geo = geometry_of(problem);
+  const core::Geometry geo = gpu_geometry(problem);
   const std::int32_t max_item = 8, keys = 270;
   for (const std::int32_t num_sums : {1, 2}) {
     for (const std::int32_t dim : {64, 128}) {

@@ -3,13 +3,15 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
 #include <map>
 #include <set>
 #include <tuple>
 
+#include "calls.hpp"
 #include "cuda/device.hpp"
 #include "engine.hpp"
-#include "stage.hpp"
 #include "support/cases.hpp"
 
 namespace openmsa::test {
@@ -104,26 +106,42 @@ void expect_slots(const cuda::SlotLists& lists, const Visitors& visitors) {
   }
 }
 
-// Runs all chunks; returns their number.
-int expect_right(const Problem& problem, const Tensor* block_ids, const VisitLimits& limits, std::int64_t slot_bytes = 1,
-                 bool exact_bounds = true) {
-  SCOPED_TRACE(describe(problem) + (block_ids == nullptr ? ", every block" : ", sparse"));
-  const core::Geometry geo = geometry_of(problem, exact_bounds);
-  const auto reserve = [&](core::Arena& arena) {
-    return cuda::reserve_visits(arena, geo, problem.config, block_ids == nullptr, slot_bytes, limits);
+// Has body(visits) called with visits laid out in scratch of exactly their size. Throws what kernels reported.
+template <typename Body>
+void with_visits(const core::Geometry& geo, const MsaConfig& config, bool every_block, const VisitLimits& limits,
+                 const Body& body) {
+  const auto reserve = [&](const core::Context& context) {
+    return cuda::reserve_visits(*context.arena, geo, config, every_block, 1, limits);
   };
-  StageScratch scratch(reserve);
-  const Visits visits = reserve(scratch.arena());
-  EXPECT_LE(visits.chunk, limits.chunk_tokens);
+  run_emulated([&](const core::Context& context) { body(reserve(context)); },
+               [&](const core::Context& context) { reserve(context); });
+}
+
+TensorView ids_view(const Tensor* block_ids) { return block_ids != nullptr ? block_ids->view() : TensorView{}; }
+
+// With the bounds of lengths that a caller gives who knows them.
+core::Geometry exact_geometry(const Problem& problem) {
+  core::Geometry geo = gpu_geometry(problem);
+  geo.max_seqlen_q = std::ranges::max(problem.layout.seqlens_q);
+  geo.max_seqlen_k = std::ranges::max(problem.layout.seqlens_k);
+  return geo;
+}
+
+// Runs all chunks; returns their number.
+int expect_right(const Problem& problem, const Tensor* block_ids, const VisitLimits& limits, bool exact_bounds = true) {
+  SCOPED_TRACE(describe(problem) + (block_ids == nullptr ? ", every block" : ", sparse"));
+  const core::Geometry geo = exact_bounds ? exact_geometry(problem) : gpu_geometry(problem);
   int num_chunks = 0;
-  for (std::int64_t begin = 0; begin < geo.total_q; begin += visits.chunk, ++num_chunks) {
-    const std::int64_t end = std::min(begin + visits.chunk, geo.total_q);
-    cuda::launch_visits(visits, geo, problem.config, block_ids != nullptr ? block_ids->view() : TensorView{}, begin, end, nullptr);
-    const Visitors expected = plain_visits(problem, block_ids, begin, end);
-    EXPECT_EQ(listed_visits(visits, end - begin), expected) << "tokens from " << begin;
-    expect_slots(cuda::slot_lists(visits, geo, problem.config, begin, end), expected);
-  }
-  EXPECT_TRUE(scratch.end_intact());
+  with_visits(geo, problem.config, block_ids == nullptr, limits, [&](const Visits& visits) {
+    EXPECT_LE(visits.chunk, limits.chunk_tokens);
+    for (std::int64_t begin = 0; begin < geo.total_q; begin += visits.chunk, ++num_chunks) {
+      const std::int64_t end = std::min(begin + visits.chunk, geo.total_q);
+      cuda::launch_visits(visits, geo, problem.config, ids_view(block_ids), begin, end, nullptr);
+      const Visitors expected = plain_visits(problem, block_ids, begin, end);
+      EXPECT_EQ(listed_visits(visits, end - begin), expected) << "tokens from " << begin;
+      expect_slots(cuda::slot_lists(visits, geo, problem.config, begin, end), expected);
+    }
+  });
   return num_chunks;
 }
 
@@ -143,8 +161,8 @@ TEST_F(VisitsTest, RandomLayouts) {
     const Tensor block_ids = random_block_ids(problem, rng);
     const VisitLimits limits{.chunk_tokens = pick<std::int64_t>(rng, {17, 128, 16384}),
                              .item_tokens = pick<std::int32_t>(rng, {8, 33, 1024})};
-    expect_right(problem, &block_ids, limits, 1, seed % 2 == 0);
-    expect_right(problem, nullptr, limits, 1, seed % 2 == 0);
+    expect_right(problem, &block_ids, limits, seed % 2 == 0);
+    expect_right(problem, nullptr, limits, seed % 2 == 0);
   }
 }
 
@@ -208,7 +226,7 @@ TEST_F(VisitsTest, ChunksFollowTheLimits) {
   const Problem longest(make_config(2, 1, 16, 16, 64, 4), single(700, 700), DType::kBF16, rng);
   const auto chunk = [](const Problem& problem, bool every_block, std::int64_t slot_bytes, const VisitLimits& limits = {}) {
     core::Arena counting;
-    return cuda::reserve_visits(counting, geometry_of(problem), problem.config, every_block, slot_bytes, limits).chunk;
+    return cuda::reserve_visits(counting, exact_geometry(problem), problem.config, every_block, slot_bytes, limits).chunk;
   };
   EXPECT_EQ(chunk(longest, false, 4096), 700);
   EXPECT_EQ(chunk(longest, true, 4096), 700);
@@ -237,9 +255,9 @@ TEST_F(VisitsTest, ListsDoNotDependOnTiming) {
   }
 }
 
-void expect_fault(const char* argument) {
+void expect_fault(const char* argument, const std::function<void()>& run) {
   try {
-    cuda::throw_device_fault(0);
+    run();
     ADD_FAILURE() << "no fault was reported for " << argument;
   } catch (const Error& error) {
     EXPECT_EQ(error.argument(), argument) << error.what();
@@ -249,19 +267,19 @@ void expect_fault(const char* argument) {
 TEST_F(VisitsTest, BrokenIdsAreReportedAndSkipped) {
   Rng rng(7);
   const Problem problem(make_config(2, 1, 16, 16, 64, 4), single(100, 300), DType::kBF16, rng);  // positions 200 .. 299
+  const core::Geometry geo = gpu_geometry(problem);
   const Tensor good = random_block_ids(problem, rng);
   for (const double bad : {4.0, 1e9, -2.0, -2147483648.0}) {
     Tensor block_ids = good, repaired = good;
     const double row[] = {0.0, 1.0, bad, -1.0}, without[] = {0.0, 1.0, -1.0, -1.0};  // token 30 sees blocks 0 .. 3
     block_ids.set_row(30 * 2 + 1, row);
     repaired.set_row(30 * 2 + 1, without);
-    const core::Geometry geo = geometry_of(problem);
-    const auto reserve = [&](core::Arena& arena) { return cuda::reserve_visits(arena, geo, problem.config, false, 1); };
-    StageScratch scratch(reserve);
-    const Visits visits = reserve(scratch.arena());
-    cuda::launch_visits(visits, geo, problem.config, block_ids.view(), 0, 100, nullptr);
-    EXPECT_EQ(listed_visits(visits, 100), plain_visits(problem, &repaired, 0, 100)) << bad;
-    expect_fault("block_ids");
+    expect_fault("block_ids", [&] {
+      with_visits(geo, problem.config, false, {}, [&](const Visits& visits) {
+        cuda::launch_visits(visits, geo, problem.config, block_ids.view(), 0, 100, nullptr);
+        EXPECT_EQ(listed_visits(visits, 100), plain_visits(problem, &repaired, 0, 100)) << bad;
+      });
+    });
   }
 }
 
@@ -269,47 +287,41 @@ TEST_F(VisitsTest, BrokenIdsAreReportedAndSkipped) {
 TEST_F(VisitsTest, BlocksListedTwiceLeaveNoHole) {
   Rng rng(8);
   const Problem problem(make_config(1, 1, 16, 16, 64, 4), single(100, 300), DType::kBF16, rng);
+  const core::Geometry geo = gpu_geometry(problem);
   Tensor block_ids = random_block_ids(problem, rng);
   const double row[] = {2.0, 0.0, 2.0, -1.0};
   for (std::int64_t t = 0; t < 100; t += 3) block_ids.set_row(t, row);
-  const core::Geometry geo = geometry_of(problem);
-  const auto reserve = [&](core::Arena& arena) { return cuda::reserve_visits(arena, geo, problem.config, false, 1); };
-  StageScratch scratch(reserve);
-  const Visits visits = reserve(scratch.arena());
-  cuda::launch_visits(visits, geo, problem.config, block_ids.view(), 0, 100, nullptr);
-  for (const auto& [key, list] : listed_visits(visits, 100)) {
-    for (const auto& [token, slot] : list) EXPECT_EQ(block_ids(token, 0, slot), std::get<2>(key));
-  }
-  expect_fault("block_ids");
+  expect_fault("block_ids", [&] {
+    with_visits(geo, problem.config, false, {}, [&](const Visits& visits) {
+      cuda::launch_visits(visits, geo, problem.config, block_ids.view(), 0, 100, nullptr);
+      for (const auto& [key, list] : listed_visits(visits, 100)) {
+        for (const auto& [token, slot] : list) EXPECT_EQ(block_ids(token, 0, slot), std::get<2>(key));
+      }
+    });
+  });
 }
 
 TEST_F(VisitsTest, BrokenSequencesHaveNoVisits) {
   Rng rng(9);
   Layout layout;
   layout.seqlens_q = layout.seqlens_k = {70, 90, 60};
-  const Problem sound(make_config(2, 1, 16, 16, 64, 2), layout, DType::kBF16, rng);
-  const Tensor block_ids = random_block_ids(sound, rng);
-  const auto run = [&](const Problem& problem, const Tensor* ids, std::int64_t max_seqlen_k, const char* argument) {
-    core::Geometry geo = geometry_of(problem, false);
-    geo.max_seqlen_k = max_seqlen_k;
-    const auto reserve = [&](core::Arena& arena) {
-      return cuda::reserve_visits(arena, geo, problem.config, ids == nullptr, 1, {.chunk_tokens = 100});
-    };
-    StageScratch scratch(reserve);
-    const Visits visits = reserve(scratch.arena());
-    for (std::int64_t begin = 0; begin < geo.total_q; begin += visits.chunk) {
-      const std::int64_t end = std::min(begin + visits.chunk, geo.total_q);
-      cuda::launch_visits(visits, geo, problem.config, ids != nullptr ? ids->view() : TensorView{}, begin, end, nullptr);
-      Visitors expected = plain_visits(sound, ids, begin, end);
-      std::erase_if(expected, [](const auto& item) { return std::get<1>(item.first) == 1; });
-      EXPECT_EQ(listed_visits(visits, end - begin), expected) << argument;
-    }
-    EXPECT_TRUE(scratch.end_intact());
-    expect_fault(argument);
-  };
-  for (const Tensor* ids : {&block_ids, static_cast<const Tensor*>(nullptr)}) {
-    // Only the middle one has more than 80 keys.
-    run(sound, ids, 80, "batch.max_seqlen_k");
+  const Problem problem(make_config(2, 1, 16, 16, 64, 2), layout, DType::kBF16, rng);
+  const Tensor lists = random_block_ids(problem, rng);
+  core::Geometry geo = gpu_geometry(problem);
+  geo.max_seqlen_k = 80;  // the middle one has more
+  for (const Tensor* block_ids : {&lists, static_cast<const Tensor*>(nullptr)}) {
+    expect_fault("batch.max_seqlen_k", [&] {
+      with_visits(geo, problem.config, block_ids == nullptr, {.chunk_tokens = 100}, [&](const Visits& visits) {
+        for (std::int64_t begin = 0; begin < geo.total_q; begin += visits.chunk) {
+          const std::int64_t end = std::min(begin + visits.chunk, geo.total_q);
+          cuda::launch_visits(visits, geo, problem.config, ids_view(block_ids), begin, end, nullptr);
+          Visitors expected = plain_visits(problem, block_ids, begin, end);
+          std::erase_if(expected, [](const auto& item) { return std::get<1>(item.first) == 1; });
+          EXPECT_EQ(listed_visits(visits, end - begin), expected);
+          expect_slots(cuda::slot_lists(visits, geo, problem.config, begin, end), expected);
+        }
+      });
+    });
   }
 }
 
@@ -320,14 +332,13 @@ TEST_F(VisitsTest, OverlappingSequencesStayInBounds) {
   layout.seqlens_q = layout.seqlens_k = std::vector<std::int32_t>(8, 100);
   Problem problem(make_config(2, 1, 16, 16, 64, 2), layout, DType::kBF16, rng);
   for (std::size_t seq = 1; seq < 8; ++seq) problem.cu_seqlens_k[seq] = seq % 2 == 1 ? 800 : 0;
-  const core::Geometry geo = geometry_of(problem, false);
-  const auto reserve = [&](core::Arena& arena) { return cuda::reserve_visits(arena, geo, problem.config, true, 1); };
-  StageScratch scratch(reserve);
-  const Visits visits = reserve(scratch.arena());
-  cuda::launch_visits(visits, geo, problem.config, TensorView{}, 0, 800, nullptr);
-  EXPECT_LE(*visits.num_items, visits.max_items);
-  EXPECT_TRUE(scratch.end_intact());
-  expect_fault("batch.cu_seqlens_k");
+  const core::Geometry geo = gpu_geometry(problem);
+  expect_fault("batch.cu_seqlens_k", [&] {
+    with_visits(geo, problem.config, true, {}, [&](const Visits& visits) {
+      cuda::launch_visits(visits, geo, problem.config, TensorView{}, 0, 800, nullptr);
+      EXPECT_EQ(*visits.num_items, visits.max_items);
+    });
+  });
 }
 
 }  // namespace
