@@ -10,7 +10,7 @@
 // Shared      K, V 2 x kBlock x 128 B each | stages (Q, dO: 2 x 64 x 128 B each) | dS 2 x consumers x 64 x 128 B |
 //             dQ staging, per consumer | rows: lse, delta, limit, slot of each stage row | item, barriers
 // Barriers    kv_full 1 (TMA), kv_empty 4 a consumer (a warp each); full[s] 1 (TMA), empty[s] 4 a consumer
-// Registers   producer 24, consumers 240: dK 64, dV 64, S 32, dP or dQ 32, P and dS as operands 32
+// Registers   producer 40, consumers 232: dK 64, dV 64, S 32, dP or dQ 32, P and dS as operands 32
 // Empty       an item of count 0 ends the walk; rows without a token read zeros and have lse = +inf, hence P = 0.
 #pragma once
 
@@ -52,6 +52,8 @@ struct BackwardTraits {
   static constexpr int kHalves = kHeadDim / 64;
   static constexpr int kRows = 64, kConsumers = kBlock / 64;
   static constexpr int kThreads = 128 * (1 + kConsumers);
+  // Together no more than the CTA starts with: 168 a thread of 384.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 56, kConsumerRegisters = kConsumers == 2 ? 232 : 240;
   static constexpr int kStages = 3;
   // 64 dims of dQ at a time. Two warpgroups take a half of 128 dims each; of 64 dims they take whole stages in turn.
   static constexpr int kPassesQ = kConsumers == 1 ? kHalves : 1;
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   const int warp_index = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp_index < 4) {
-    ptx::shrink_registers<32>();
+    ptx::shrink_registers<Traits::kProducerRegisters>();
     if (warp_index == 0) {
       backward_produce<Traits>(map_q, map_d_out, map_k, map_v, params, smem_k, smem_stages, stage_rows, stage_masked, item_slot,
                                full, empty, kv_full, kv_empty);
@@ -249,7 +251,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return;
   }
 
-  ptx::grow_registers<240>();
+  ptx::grow_registers<Traits::kConsumerRegisters>();
   const int consumer = warp_index / 4 - 1, warp = warp_index % 4, quad = lane % 4;
   const std::uint32_t address_k = ptx::warp_uniform(ptx::smem_address(smem_k));
   const std::uint64_t desc_k = ptx::smem_descriptor(ptx::warp_uniform(address_k + consumer * 64 * 128), 16, 1024);
