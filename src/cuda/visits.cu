@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/invert.hpp"
+#include "cuda/smxx_block_begin.cuh"
 #include "cuda/smxx_every_block.cuh"
 #include "cuda/smxx_sort_entries.cuh"
 
@@ -10,8 +11,6 @@ namespace openmsa::cuda {
 namespace {
 
 constexpr std::int64_t kFewestTokens = 64;  // of a chunk: fewer would leave the tensor cores idle
-// The plan is made for the first block of every sequence; its tiles are not used, so let them be few.
-constexpr std::int32_t kPlanTokens = 1 << 20;
 
 std::int64_t chunk_tokens(const core::Geometry& geo, bool every_block, std::int64_t token_bytes, const VisitLimits& limits) {
   std::int64_t most = std::min<std::int64_t>(limits.chunk_tokens, kMaxSortTokens);
@@ -40,17 +39,17 @@ Visits reserve_visits(core::Arena& arena, const core::Geometry& geo, const MsaCo
     v.num_shared = 2 * ((v.num_slots + v.max_item - 1) / v.max_item);
   }
   v.items = arena.take<AttendItem>(static_cast<std::size_t>(v.max_items));
-  const auto num_zeros = static_cast<std::size_t>(kVisitCounters + 1 + v.num_keys);
+  const auto num_zeros = static_cast<std::size_t>(kVisitCounters + 1 + 2 * v.num_keys);
   v.next_item = arena.take<std::int32_t>(num_zeros);
   v.zero_bytes = num_zeros * sizeof(std::int32_t);
   v.num_items = v.next_item + kVisitCounters;
   if (every_block) return v;
   v.counts = v.num_items + 1;
-  v.offsets = arena.take<std::int32_t>(static_cast<std::size_t>(v.num_keys));
+  v.offsets = v.counts + v.num_keys;
+  v.block_begin = arena.take<std::int32_t>(static_cast<std::size_t>(geo.num_seqs + 1));
   v.ranks = arena.take<std::int32_t>(static_cast<std::size_t>(v.num_slots));
   v.unsorted = arena.take<std::uint32_t>(static_cast<std::size_t>(v.num_slots));
   v.entries = arena.take<std::uint32_t>(static_cast<std::size_t>(v.num_slots));
-  v.plan = reserve_plan(arena, geo, v.chunk, kPlanTokens);
   return v;
 }
 
@@ -66,13 +65,14 @@ void launch_visits(const Visits& visits, const core::Geometry& geo, const MsaCon
     launch(smxx_every_block_kernel, dim3(1), kScanThreads, 0, stream, Order::kAfter, every);
     return;
   }
-  launch_plan(visits.plan, batch, begin, end, kPlanTokens, stream);
+  const BlockBeginParams blocks{batch, static_cast<std::int32_t>(visits.num_keys / config.num_kv_heads), visits.block_begin};
+  launch(smxx_block_begin_kernel, dim3(1), kScanThreads, 0, stream, Order::kAfter, blocks);
   InvertParams invert{};
   invert.batch = batch;
   invert.block_ids = static_cast<const std::int32_t*>(block_ids.data);
   invert.stride_token = block_ids.stride[0];
   invert.stride_group = block_ids.stride[1];
-  invert.block_begin = visits.plan.block_begin;
+  invert.block_begin = visits.block_begin;
   invert.chunk_begin = chunk_begin;
   invert.chunk_tokens = chunk_tokens;
   invert.num_groups = config.num_kv_heads;
@@ -85,8 +85,8 @@ void launch_visits(const Visits& visits, const core::Geometry& geo, const MsaCon
   invert.items = visits.items;
   invert.num_items = visits.num_items;
   launch_invert(invert, stream);
-  const SortEntriesParams sort{visits.plan.block_begin, visits.counts, visits.offsets,     visits.unsorted,
-                               visits.entries,          geo.num_seqs,  config.num_kv_heads};
+  const SortEntriesParams sort{visits.block_begin, visits.counts, visits.offsets,     visits.unsorted,
+                               visits.entries,     geo.num_seqs,  config.num_kv_heads};
   launch(smxx_sort_entries_kernel, dim3(static_cast<unsigned>(visits.num_keys)), kSortThreads, 0, stream, Order::kAfter, sort);
 }
 

@@ -5,7 +5,6 @@
 
 #include "cuda/items.hpp"
 #include "cuda/launch.hpp"
-#include "cuda/plan.hpp"
 
 namespace openmsa::cuda {
 
@@ -33,12 +32,11 @@ struct Visits {
                             // where entry i of an item is token begin + i, and its slot the block
   std::int32_t* ranks;      // [chunk, Hkv, k], -1: the slot has no visit. Null: every block
 
-  // What visits.cu works with.
-  std::int64_t num_keys;  // (group, block) of all sequences, at most; every block: 0
-  std::int32_t *counts, *offsets;
+  // What visits.cu works with; sparse alone.
+  std::int64_t num_keys;  // (group, block) of all sequences, at most
+  std::int32_t *counts, *offsets, *block_begin;
   std::uint32_t* unsorted;
-  std::size_t zero_bytes;  // from next_item on: next_item, num_items, counts
-  Plan plan;
+  std::size_t zero_bytes;  // from next_item on: next_item, num_items, counts, offsets
 };
 
 // `slot_bytes`: what the caller keeps per (token, group, slot). A chunk is cut where that exceeds the limit, but holds 64 tokens (or

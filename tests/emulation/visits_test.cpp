@@ -325,20 +325,27 @@ TEST_F(VisitsTest, BrokenSequencesHaveNoVisits) {
   }
 }
 
-// Sequences that overlap by broken offsets would make more items of every block than there is room for.
+// Sequences that overlap by broken offsets would have more blocks and items than there is room for.
 TEST_F(VisitsTest, OverlappingSequencesStayInBounds) {
   Rng rng(10);
   Layout layout;
   layout.seqlens_q = layout.seqlens_k = std::vector<std::int32_t>(8, 100);
   Problem problem(make_config(2, 1, 16, 16, 64, 2), layout, DType::kBF16, rng);
   for (std::size_t seq = 1; seq < 8; ++seq) problem.cu_seqlens_k[seq] = seq % 2 == 1 ? 800 : 0;
+  Tensor block_ids(DType::kI32, {800, 2, 2});
+  for (std::int64_t row = 0; row < 1600; ++row) {
+    const double ids[] = {static_cast<double>(row % 12), 12.0};
+    block_ids.set_row(row, ids);
+  }
   const core::Geometry geo = gpu_geometry(problem);
-  expect_fault("batch.cu_seqlens_k", [&] {
-    with_visits(geo, problem.config, true, {}, [&](const Visits& visits) {
-      cuda::launch_visits(visits, geo, problem.config, TensorView{}, 0, 800, nullptr);
-      EXPECT_EQ(*visits.num_items, visits.max_items);
+  for (const bool every_block : {true, false}) {
+    expect_fault("batch.cu_seqlens_k", [&] {
+      with_visits(geo, problem.config, every_block, {}, [&](const Visits& visits) {
+        cuda::launch_visits(visits, geo, problem.config, every_block ? TensorView{} : block_ids.view(), 0, 800, nullptr);
+        EXPECT_EQ(*visits.num_items, every_block ? visits.max_items : 0);
+      });
     });
-  });
+  }
 }
 
 }  // namespace
