@@ -95,6 +95,19 @@ TEST_P(EmulatedBackward, EveryShape) {
   }
 }
 
+TEST_P(EmulatedBackward, RandomLayouts) {
+  for (std::uint64_t seed = 800; seed < 808; ++seed) {
+    Rng rng(seed);
+    const MsaConfig config = make_config(pick<std::int32_t>(rng, {1, 2, 3}), pick<std::int32_t>(rng, {1, 2, 3, 4, 7, 8, 16}),
+                                         pick<std::int32_t>(rng, {64, 96, 128}), 64, pick<std::int32_t>(rng, {64, 128}),
+                                         pick<std::int32_t>(rng, {1, 4, 16, 32}));
+    Layout layout = random_layout(rng, 60'000 / config.num_q_heads);
+    layout.paged = false;
+    const Problem problem(config, layout, seed % 2 == 0 ? DType::kBF16 : DType::kF16, rng);
+    expect_both_right(problem, rng, seed % 4 < 2 ? nullptr : &kCut);
+  }
+}
+
 TEST_P(EmulatedBackward, LengthsAroundBlocks) {
   Rng rng(2);
   for (const std::int32_t seqlen : {1, 127, 128, 129}) {
