@@ -24,9 +24,12 @@ SMALL = dict(num_q_heads=32, num_kv_heads=2, head_dim=128, index_dim=128, block_
 
 
 def why_no_gpu_training() -> str:
-    """Why a GPU gives no gradients here, in the library's own words; empty if it does. Runs nothing: the tensors are fake."""
+    """Why a GPU gives no gradients here, in the library's own words; empty if it does."""
     if not _gpu.available:
         return f"no usable GPU: {_gpu.detail}"
+    if {"sparse_attention_backward", "dense_attention_backward", "index_kl_loss"} <= openmsa.ops.load_torch_ops().CUDA_STAGES:
+        return "" if torch.cuda.is_available() else f"PyTorch {torch.__version__} sees no GPU"
+    # The refusal comes before anything runs, so that fake tensors draw it too.
     config = MsaConfig(num_q_heads=4, num_kv_heads=2, head_dim=64, index_dim=64, block_size=64, top_k=4)
     with FakeTensorMode():
         q, k, q_idx, k_idx = (
@@ -35,13 +38,11 @@ def why_no_gpu_training() -> str:
         )
         offsets = torch.empty(2, dtype=torch.int32, device="cuda")
         batch = Batch(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=5, max_seqlen_k=5)
-        try:
+        with pytest.raises(openmsa.UnsupportedError) as refusal:
             openmsa.msa_attention(q, k, k, q_idx, k_idx, batch, config)
             _, lse = openmsa.dense_attention(q, k, k, batch, config, return_lse=True)
             openmsa.index_kl_loss(q, k, lse, q_idx, k_idx, batch, config)
-        except openmsa.UnsupportedError as error:
-            return str(error)
-    return ""
+    return str(refusal.value)
 
 
 NO_GPU_TRAINING = why_no_gpu_training()

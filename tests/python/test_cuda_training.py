@@ -31,7 +31,7 @@ from golden import Layout  # noqa: E402
 from openmsa import Batch, MsaConfig, _core  # noqa: E402
 from openmsa.nn import MsaAttention  # noqa: E402
 from test_training import INPUTS, OPS, gradients, leaves, run  # noqa: E402
-from training_support import assert_gradient, attention_mask, check_training, poison, to  # noqa: E402
+from training_support import assert_gradient, attention_mask, check_training, poison, to, unit_of  # noqa: E402
 
 BF16, F16 = torch.bfloat16, torch.float16
 SMALL = MsaConfig(num_q_heads=8, num_kv_heads=2, head_dim=64, index_dim=64, block_size=64, top_k=4)
@@ -191,7 +191,7 @@ def check_against_cpu_engine(data: golden.Data, batch: Batch, config: MsaConfig,
         if op != "sparse":
             assert abs(found.item() - want.item()) <= 1e-3 * abs(want.item()) + 1e-5, op
         for name, x, y, z in zip(INPUTS[op], found_grads, rough_grads, want_grads):
-            assert_gradient(f"{op}, d_{name}", x, y.to(x.device), z)
+            assert_gradient(f"{op}, d_{name}", x, y.to(x.device), z, unit_of(op, len(data.q), config))
 
 
 @pytest.mark.parametrize("clustered", [False, True])
