@@ -30,7 +30,7 @@ struct Scratch {
   std::int32_t *ranks, *offsets, *taken, *num_entries, *work;
   std::uint32_t *entries, *union_entries;
   AttendItem* items;
-  // Zeroed before every chunk, in one piece: counts, then next_item, num_work, num_items.
+  // Zeroed before every chunk, in one piece from `offsets` on: these, counts, then next_item, num_work, num_items.
   std::int32_t* counts;
   std::size_t zero_bytes;
   std::int32_t *next_item, *num_work, *num_items;
@@ -57,11 +57,11 @@ Scratch reserve(const core::SparseAttentionParams& params) {
   s.ranks = take(s.num_slots);
   s.entries = arena.take<std::uint32_t>(static_cast<std::size_t>(s.num_slots));
   const std::int64_t keys = config.num_kv_heads * s.num_blocks;
-  s.offsets = take(keys);
   s.items = arena.take<AttendItem>(static_cast<std::size_t>(s.num_slots / kMaxItem + keys));
   s.taken = take(pairs);
-  s.counts = take(keys + 3);
-  s.zero_bytes = static_cast<std::size_t>(keys + 3) * sizeof(std::int32_t);
+  s.offsets = take(2 * keys + 3);
+  s.counts = s.offsets + keys;
+  s.zero_bytes = static_cast<std::size_t>(2 * keys + 3) * sizeof(std::int32_t);
   s.next_item = s.counts + keys;
   s.num_work = s.next_item + 1;
   s.num_items = s.num_work + 1;
@@ -84,7 +84,7 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   const auto chunk_begin = static_cast<std::int32_t>(begin), chunk_tokens = static_cast<std::int32_t>(end - begin);
   const auto* ids = static_cast<const std::int32_t*>(params.block_ids.data);
   const std::int64_t stride_token = params.block_ids.stride[0], stride_group = params.block_ids.stride[1];
-  check(cudaMemsetAsync(s.counts, 0, s.zero_bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+  check(cudaMemsetAsync(s.offsets, 0, s.zero_bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
   launch_plan(s.plan, batch, begin, end, kUnionTokens, stream);
 
   std::int32_t* taken = nullptr;

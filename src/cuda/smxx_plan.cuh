@@ -4,6 +4,8 @@
 //         and written; entries past the last tile get seq = -1. Order inside a bucket is arbitrary and no result depends on it.
 #pragma once
 
+#include <climits>
+
 #include "cuda/params.hpp"
 #include "cuda/scan.cuh"
 
@@ -33,7 +35,8 @@ __global__ void __launch_bounds__(kPlanThreads) smxx_plan_kernel(const __grid_co
   __shared__ int buckets[kPlanBuckets];
   const int block_size = params.batch.block_size, thread = threadIdx.x;
 
-  int num_tiles = 0, num_blocks = 0;
+  int num_tiles = 0;
+  std::int64_t num_blocks = 0;
   for (int base = 0; base < params.batch.num_seqs; base += kPlanThreads) {
     const int seq = base + thread;
     int tiles = 0, blocks = 0;
@@ -46,17 +49,25 @@ __global__ void __launch_bounds__(kPlanThreads) smxx_plan_kernel(const __grid_co
     }
     int total_tiles, total_blocks;
     const int tile = scan_prefix(tiles, sums, &total_tiles);
-    const int block = scan_prefix(blocks, sums, &total_blocks);
+    const int block = scan_prefix(min(blocks, INT_MAX / kPlanThreads), sums, &total_blocks);
     if (seq < params.batch.num_seqs) {
       params.tile_begin[seq] = num_tiles + tile;
-      if (params.block_begin) params.block_begin[seq] = num_blocks + block;
+      if (params.block_begin) params.block_begin[seq] = static_cast<std::int32_t>(num_blocks + block);
     }
     num_tiles += total_tiles;
     num_blocks += total_blocks;
   }
+  // Sequences that overlap by broken offsets (reported) may have more blocks than anybody has room for; then all begin at 0, as if
+  // there were none, and whoever counts from there stays in bounds.
+  const bool overlap = params.batch.cu_seqlens_k && params.batch.total_k >= 0 &&
+                       num_blocks > std::int64_t{params.batch.total_k} / block_size + params.batch.num_seqs;
+  if (params.block_begin && overlap) {
+    num_blocks = 0;
+    for (int seq = thread; seq < params.batch.num_seqs; seq += kPlanThreads) params.block_begin[seq] = 0;
+  }
   if (thread == 0) {
     params.tile_begin[params.batch.num_seqs] = num_tiles;
-    if (params.block_begin) params.block_begin[params.batch.num_seqs] = num_blocks;
+    if (params.block_begin) params.block_begin[params.batch.num_seqs] = static_cast<std::int32_t>(num_blocks);
   }
   for (int i = thread; i < kPlanBuckets; i += kPlanThreads) buckets[i] = 0;
   __syncthreads();
