@@ -16,14 +16,13 @@
 
 #include <cstddef>
 
-#include "cuda/params.hpp"
+#include "cuda/items.hpp"
+#include "cuda/key_store.cuh"
 #include "cuda/ptx/convert.cuh"
-#include "cuda/ptx/reduce.cuh"
 #include "cuda/ptx/register.cuh"
 #include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/visits.hpp"
 
 namespace openmsa::cuda {
 
@@ -106,12 +105,9 @@ __device__ inline void backward_produce(const CUtensorMap& map_q, const CUtensor
     if (lane == 0) {
       if (round > 0) ptx::mbarrier_wait(kv_empty, (round - 1) & 1);
       if (index < num_items) {
-        const auto same = [&](const AttendItem& other) {
-          return other.seq == item.seq && other.block == item.block && other.group == item.group;
-        };
-        const bool first = index == 0 || !same(params.items[index - 1]);
-        const bool shared = !first || (index + 1 < num_items && same(params.items[index + 1]));
-        *item_slot = {item.count, live_keys, shared ? shared_slot(item.begin, params.max_item, first) : -1,
+        const bool shared = item_shared(params.items, index, num_items);
+        *item_slot = {item.count, live_keys,
+                      shared ? shared_slot(item.begin, params.max_item, !item_continues(params.items, index)) : -1,
                       std::int64_t{item.group} * params.batch.total_k + sequence.key_begin + item.block * kBlock};
         const int token = sequence.key_begin + item.block * kBlock;
         ptx::mbarrier_arrive_expect(kv_full, 2 * kHalves * Traits::kBoxBytesKv);
@@ -184,26 +180,6 @@ __device__ inline void backward_produce(const CUtensorMap& map_q, const CUtensor
           ptx::tma_load_3d(rows + (kHalves + h) * Traits::kBoxBytesQ, &map_d_out, &full[s], h * 64, item.group * params.group_size,
                            packed);
         }
-      }
-    }
-  }
-}
-
-// The first `keys` of a warpgroup's 64 x kHeadDim of a gradient, to rows of `dim` values from `destination` on.
-template <int kHeadDim, bool kAdd>
-__device__ inline void backward_store(const float (&grad)[kHeadDim / 2], float* destination, int keys, int dim, int thread) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int key = thread / 32 * 16 + thread % 32 / 4 + 8 * r;
-    if (key >= keys) continue;
-    float* row = destination + key * dim + thread % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      if (8 * j >= dim) continue;
-      if constexpr (kAdd) {
-        ptx::reduce_add2(row + 8 * j, grad[4 * j + 2 * r], grad[4 * j + 2 * r + 1]);
-      } else {
-        *reinterpret_cast<float2*>(row + 8 * j) = float2{grad[4 * j + 2 * r], grad[4 * j + 2 * r + 1]};
       }
     }
   }
@@ -444,12 +420,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int thread = ptx::not_hoisted(warp * 32 + lane);
     if (item.shared >= 0) {
       float* partial = params.shared + (std::int64_t{item.shared} * 2 * kBlock + consumer * 64) * params.head_dim;
-      backward_store<kHeadDim, false>(d_k, partial, keys, params.head_dim, thread);
-      backward_store<kHeadDim, false>(d_v, partial + kBlock * params.head_dim, keys, params.head_dim, thread);
+      store_key_rows<kHeadDim, false>(d_k, partial, keys, params.head_dim, thread);
+      store_key_rows<kHeadDim, false>(d_v, partial + kBlock * params.head_dim, keys, params.head_dim, thread);
     } else {
       const std::int64_t key = (item.key + consumer * 64) * params.head_dim;
-      backward_store<kHeadDim, true>(d_k, params.key_grad[0] + key, keys, params.head_dim, thread);
-      backward_store<kHeadDim, true>(d_v, params.key_grad[1] + key, keys, params.head_dim, thread);
+      store_key_rows<kHeadDim, true>(d_k, params.key_grad[0] + key, keys, params.head_dim, thread);
+      store_key_rows<kHeadDim, true>(d_v, params.key_grad[1] + key, keys, params.head_dim, thread);
     }
   }
   ptx::bulk_wait<0>();  // shared memory must outlive the stores that read it

@@ -100,11 +100,13 @@ struct Fiber {
   bool done = true;
   int number = 0;
   Index thread{};
-  // What it waits for: a counter to leave `seen`, or an mbarrier to leave a phase. Null: nothing.
+  // What it waits for: a counter to leave `seen`, an mbarrier to leave a phase, or asynchronous work to reach a number. Null: nothing.
   const std::uint32_t* counter = nullptr;
   std::uint32_t seen = 0;
   const std::uint64_t* barrier = nullptr;
   std::uint32_t parity = 0;
+  const std::uint64_t* reached = nullptr;
+  std::uint64_t target = 0;
   const char* waits_in = nullptr;
   std::uint32_t waits_id = 0;
   int registers = 0;  // as setmaxnreg left them; 0: untouched
@@ -113,6 +115,7 @@ struct Fiber {
   std::deque<std::uint64_t> wgmma_groups;
   std::vector<std::function<void()>> stores;
   std::deque<std::vector<std::function<void()>>> store_groups;
+  std::uint64_t store_groups_done = 0;
 };
 
 struct Cta {
@@ -121,6 +124,7 @@ struct Cta {
   std::array<Warpgroup, kMaxThreads / 128> warpgroups;
   std::array<CtaBarrier, 16> barriers;
   std::deque<std::function<void()>> loads;
+  int starved_begin = 0, starved_end = 0;  // threads that get no turn while others can go on
 };
 
 struct Engine {
@@ -178,6 +182,13 @@ void catch_crashes() {
   action.sa_handler = report_crash;
   action.sa_flags = static_cast<int>(SA_ONSTACK | SA_RESETHAND);
   for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE}) sigaction(signal, &action, nullptr);
+}
+
+std::uint32_t next_random() {
+  engine.random ^= engine.random << 13;
+  engine.random ^= engine.random >> 17;
+  engine.random ^= engine.random << 5;
+  return engine.random;
 }
 
 // ---- switching ----
@@ -240,6 +251,7 @@ void prepare_fiber(Fiber& fiber) {
 bool ready(const Fiber& fiber) {
   if (fiber.counter != nullptr) return *fiber.counter != fiber.seen;
   if (fiber.barrier != nullptr) return load_barrier(fiber.barrier).phase != fiber.parity;
+  if (fiber.reached != nullptr) return *fiber.reached >= fiber.target;
   return true;
 }
 
@@ -251,6 +263,21 @@ void wait_for_change(const std::uint32_t& counter, const char* in, std::uint32_t
   fiber.waits_id = id;
   to_scheduler(fiber);
   fiber.counter = nullptr;
+}
+
+// With a seed, others may come in between anything that they can notice.
+void let_others_in() {
+  if (options().seed != 0 && next_random() % 8 == 0) to_scheduler(*engine.current);
+}
+
+// Until asynchronous work got that far.
+void wait_until(const std::uint64_t& reached, std::uint64_t target) {
+  Fiber& fiber = *engine.current;
+  if (reached >= target) return;
+  fiber.reached = &reached;
+  fiber.target = target;
+  to_scheduler(fiber);
+  fiber.reached = nullptr;
 }
 
 // ---- barriers among threads ----
@@ -324,11 +351,56 @@ std::string describe_wait(const Fiber& fiber) {
   fail(text);
 }
 
-std::uint32_t next_random() {
-  engine.random ^= engine.random << 13;
-  engine.random ^= engine.random >> 17;
-  engine.random ^= engine.random << 5;
-  return engine.random;
+// A warpgroup, a warp or a thread.
+void starve_somebody() {
+  Cta& cta = engine.cta;
+  constexpr int kSizes[] = {128, 32, 1};
+  const int size = kSizes[next_random() % 3];
+  cta.starved_begin = static_cast<int>(next_random() % static_cast<std::uint32_t>(cta.num_threads)) / size * size;
+  cta.starved_end = std::min(cta.starved_begin + size, cta.num_threads);
+}
+
+void run_pending_wgmma(Warpgroup& group) {
+  const PendingWgmma pending = std::move(group.pending.front());
+  group.pending.pop_front();
+  run_wgmma(pending.wgmma, pending.d.data(), pending.a.data());
+  ++group.executed;
+}
+
+void run_store_group(Fiber& fiber) {
+  for (const auto& store : fiber.store_groups.front()) store();
+  fiber.store_groups.pop_front();
+  ++fiber.store_groups_done;
+}
+
+// Nobody can go on: one piece of what is under way gets done, any load or what somebody waits for.
+bool do_asynchronous_work() {
+  Cta& cta = engine.cta;
+  std::vector<Warpgroup*> products;
+  std::vector<Fiber*> stores;
+  for (int i = 0; i < cta.num_threads; ++i) {
+    Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
+    if (fiber.done || fiber.reached == nullptr) continue;
+    Warpgroup& group = cta.warpgroups[static_cast<std::size_t>(i / 128)];
+    if (fiber.reached == &fiber.store_groups_done)
+      stores.push_back(&fiber);
+    else if (products.empty() || products.back() != &group)
+      products.push_back(&group);
+  }
+  const std::size_t count = cta.loads.size() + products.size() + stores.size();
+  if (count == 0) return false;
+  std::size_t choice = next_random() % count;
+  if (choice < products.size()) {
+    run_pending_wgmma(*products[choice]);
+  } else if ((choice -= products.size()) < stores.size()) {
+    run_store_group(*stores[choice]);
+  } else {
+    const auto next = cta.loads.begin() + static_cast<std::ptrdiff_t>(choice - stores.size());
+    const std::function<void()> load = std::move(*next);
+    cta.loads.erase(next);
+    load();
+  }
+  return true;
 }
 
 void start_shared(std::size_t bytes) {
@@ -366,8 +438,9 @@ void check_shared() {
 }
 
 void check_registers() {
-  constexpr int kRegisterFile = 65536;
   const Cta& cta = engine.cta;
+  // What setmaxnreg moves is what the CTA started with: an equal share a thread, in steps of 8.
+  const int start = cta.num_threads * (65536 / cta.num_threads / 8 * 8);
   int total = 0;
   bool all_set = true;
   for (int i = 0; i < cta.num_threads; ++i) {
@@ -378,8 +451,7 @@ void check_registers() {
     total += registers;
     all_set = all_set && registers > 0;
   }
-  if (all_set && total > kRegisterFile)
-    fail("asks for " + std::to_string(total) + " registers, of " + std::to_string(kRegisterFile));
+  if (all_set && total > start) fail("asks for " + std::to_string(total) + " registers, of " + std::to_string(start));
 }
 
 void run_cta(Index block_dim) {
@@ -397,6 +469,7 @@ void run_cta(Index block_dim) {
     fiber.thread = {n % block_dim.x, n / block_dim.x % block_dim.y, n / (block_dim.x * block_dim.y)};
     fiber.counter = nullptr;
     fiber.barrier = nullptr;
+    fiber.reached = nullptr;
     fiber.registers = 0;
     fiber.wgmmas = fiber.wgmmas_awaited = 0;
     fiber.wgmma_groups.clear();
@@ -407,8 +480,9 @@ void run_cta(Index block_dim) {
   fill_shared();
   const bool shuffled = options().seed != 0;
   for (;;) {
-    bool progress = false, live = false;
+    bool progress = false, live = false, starved = false;
     const std::uint32_t turn = shuffled ? next_random() : 0;
+    if (shuffled && cta.starved_end == 0 && next_random() % 8 == 0) starve_somebody();
     for (int n = 0; n < num_threads; ++n) {
       int i = n;
       if (shuffled) {
@@ -419,6 +493,10 @@ void run_cta(Index block_dim) {
       if (fiber.done) continue;
       live = true;
       if (!ready(fiber)) continue;
+      if (i >= cta.starved_begin && i < cta.starved_end) {
+        starved = true;
+        continue;
+      }
       progress = true;
       if (shuffled && next_random() % 4 == 0) continue;  // its turn will come
       resume(fiber);
@@ -426,11 +504,12 @@ void run_cta(Index block_dim) {
     }
     if (!live) break;
     if (progress) continue;
-    if (cta.loads.empty()) fail_deadlock();
-    const auto next = cta.loads.begin() + static_cast<std::ptrdiff_t>(shuffled ? next_random() % cta.loads.size() : 0);
-    const std::function<void()> load = std::move(*next);
-    cta.loads.erase(next);
-    load();
+    if (starved && next_random() % 2 == 0) {
+      cta.starved_begin = cta.starved_end = 0;
+    } else if (!do_asynchronous_work()) {
+      if (!starved) fail_deadlock();
+      cta.starved_begin = cta.starved_end = 0;
+    }
   }
   if (!cta.loads.empty()) fail("ends with a bulk load under way that nobody waited for");
   check_shared();
@@ -519,9 +598,11 @@ void publish() {
 // A copy of everything a thread would cost too much: the lanes of a warp mostly fence one after the other, so one copies for all;
 // where it does not come, the next read does.
 void fence_async() {
-  if (options().timing == Timing::kEarly) return;
-  engine.fence_pending = true;
-  if (lane() == 31) publish();
+  if (options().timing == Timing::kLate) {
+    engine.fence_pending = true;
+    if (lane() == 31) publish();
+  }
+  let_others_in();
 }
 
 const void* async_source(std::uint32_t address, std::uint32_t bytes) {
@@ -618,6 +699,7 @@ void arrive(std::uint64_t* word, std::uint32_t bytes) {
   barrier.bytes += static_cast<std::int64_t>(bytes);
   --barrier.pending;
   settle(word, barrier);
+  let_others_in();
 }
 
 }  // namespace
@@ -660,6 +742,7 @@ void issue_load(std::function<void()> load) {
     load();
   else
     engine.cta.loads.push_back(std::move(load));
+  let_others_in();
 }
 
 void issue_store(std::function<void()> store) {
@@ -668,16 +751,21 @@ void issue_store(std::function<void()> store) {
     store = [] {};
   }
   engine.current->stores.push_back(std::move(store));
+  let_others_in();
 }
 
 void commit_stores() { engine.current->store_groups.push_back(std::exchange(engine.current->stores, {})); }
 
 void wait_stores(std::size_t pending_groups) {
-  auto& groups = engine.current->store_groups;
-  while (groups.size() > pending_groups) {
-    for (const auto& store : groups.front()) store();
-    groups.pop_front();
+  Fiber& fiber = *engine.current;
+  const std::size_t groups = fiber.store_groups.size();
+  if (groups <= pending_groups) return;
+  const std::uint64_t target = fiber.store_groups_done + groups - pending_groups;
+  // What is empty or done takes no time.
+  while (fiber.store_groups_done < target && (options().timing == Timing::kEarly || fiber.store_groups.front().empty())) {
+    run_store_group(fiber);
   }
+  wait_until(fiber.store_groups_done, target);
 }
 
 namespace {
@@ -728,11 +816,7 @@ void wait_wgmma(std::size_t pending_groups) {
     fiber.wgmmas_awaited = fiber.wgmma_groups.front();
     fiber.wgmma_groups.pop_front();
   }
-  for (; group.executed < fiber.wgmmas_awaited; ++group.executed) {
-    const PendingWgmma& pending = group.pending.front();
-    run_wgmma(pending.wgmma, pending.d.data(), pending.a.data());
-    group.pending.pop_front();
-  }
+  wait_until(group.executed, fiber.wgmmas_awaited);
 }
 
 }  // namespace openmsa::emulation
