@@ -380,7 +380,7 @@ bool do_asynchronous_work() {
   std::vector<Fiber*> stores;
   for (int i = 0; i < cta.num_threads; ++i) {
     Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
-    if (fiber.done || fiber.reached == nullptr) continue;
+    if (fiber.done || fiber.reached == nullptr || ready(fiber)) continue;
     Warpgroup& group = cta.warpgroups[static_cast<std::size_t>(i / 128)];
     if (fiber.reached == &fiber.store_groups_done)
       stores.push_back(&fiber);

@@ -18,12 +18,12 @@
 
 namespace openmsa::emulation {
 
-// When asynchronous work (wgmma, bulk copies) happens: as it is issued, or only once somebody has to wait for it.
+// When asynchronous work (wgmma, bulk copies) happens: as it is issued, or only once no thread can go on without it.
 enum class Timing { kEarly, kLate };
 
 struct Options {
   Timing timing = Timing::kEarly;
-  std::uint32_t seed = 0;       // of the order in which threads get their turns and late loads land; 0: ascending
+  std::uint32_t seed = 0;       // of the order in which threads get their turns: 0 ascending, else random, some left behind for long
   int num_multiprocessors = 3;  // what cudaDeviceGetAttribute says
 };
 Options& options();
