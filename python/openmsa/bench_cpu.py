@@ -148,7 +148,7 @@ def make_layer(config: openmsa.MsaConfig, num_queries: int, num_keys: int, dtype
 
 def selected_pairs(block_ids: torch.Tensor, block_size: int) -> int:
     """Number of (query token, group, key) triples the selection leaves for one causal sequence with as many keys as queries."""
-    positions = torch.arange(block_ids.shape[0]).view(-1, 1, 1)
+    positions = torch.arange(block_ids.shape[0], device=block_ids.device).view(-1, 1, 1)
     first = block_ids.long() * block_size
     visible = (positions + 1 - first).clamp(0, block_size)
     return int(visible[block_ids >= 0].sum())

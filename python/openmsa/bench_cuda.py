@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import openmsa
 
-SECTIONS = ("select", "score", "dense", "prefill", "decode", "flex", "workloads")
+SECTIONS = ("select", "score", "dense", "prefill", "decode", "flex", "workloads", "training")
 L2_BYTES = 60 << 20
 COPY_TB_PER_S = 4.3  # what a device-to-device copy reaches on an H200; the attend bar is a share of it
 CLUSTER_CORRELATION = 0.995  # as in bench_cpu: 4 neighbouring tokens choose 1.37 times the blocks of one
@@ -61,25 +61,25 @@ def graph_us(steps: list[Callable[[], Any]], repeats: int = 11) -> float:
     return median * 1000 / len(steps)
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    gen = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=gen, device="cuda", dtype=torch.bfloat16)
+def normal(*shape: int, seed: int = 0, device: str = "cuda") -> torch.Tensor:
+    gen = torch.Generator(device=device).manual_seed(seed)
+    return torch.randn(*shape, generator=gen, device=device, dtype=torch.bfloat16)
 
 
-def index_queries(num_tokens: int, cfg: openmsa.MsaConfig, clustered: bool, seed: int = 0) -> torch.Tensor:
+def index_queries(num_tokens: int, cfg: openmsa.MsaConfig, clustered: bool, seed: int = 0, device: str = "cuda") -> torch.Tensor:
     """[T, Hkv, Di]: independent, or a stationary first-order random walk over the tokens (FFT convolution with its response)."""
     if not clustered:
-        return normal(num_tokens, cfg.num_kv_heads, cfg.index_dim, seed=seed)
+        return normal(num_tokens, cfg.num_kv_heads, cfg.index_dim, seed=seed, device=device)
     length = 2048
-    response = CLUSTER_CORRELATION ** torch.arange(length, device="cuda", dtype=torch.float32)
+    response = CLUSTER_CORRELATION ** torch.arange(length, device=device, dtype=torch.float32)
     response *= (1 - CLUSTER_CORRELATION**2) ** 0.5
-    out = torch.empty(num_tokens, cfg.num_kv_heads, cfg.index_dim, device="cuda", dtype=torch.bfloat16)
-    gen = torch.Generator(device="cuda").manual_seed(seed)
+    out = torch.empty(num_tokens, cfg.num_kv_heads, cfg.index_dim, device=device, dtype=torch.bfloat16)
+    gen = torch.Generator(device=device).manual_seed(seed)
     size = num_tokens + length
     kernel = torch.fft.rfft(response, n=size + length)
     for g in range(cfg.num_kv_heads):
         for first in range(0, cfg.index_dim, 16):
-            noise = torch.randn(16, size, generator=gen, device="cuda")
+            noise = torch.randn(16, size, generator=gen, device=device)
             walk = torch.fft.irfft(torch.fft.rfft(noise, n=size + length) * kernel, n=size + length)
             out[:, g, first : first + 16] = walk[:, length:size].T.bfloat16()
     return out
@@ -332,12 +332,20 @@ RUNNERS: dict[str, Callable[..., list[dict[str, Any]]]] = {
 
 
 def run_bench(sections: tuple[str, ...] = SECTIONS, quick: bool = False, workloads: dict | None = None,
-              report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+              report: Callable[[str], None] = lambda _: None, training_budget_s: float = 100.0) -> dict[str, Any]:
+    """`workloads`: {"prefill": cases, "decode": cases, "training_packs": packs}, as the workload files have them."""
+    from . import bench_training
+
     rows = []
-    with torch.inference_mode():
-        for name in sections:
-            report(name)
-            rows += RUNNERS[name](quick, workloads) if name == "workloads" else RUNNERS[name](quick)
+    for name in sections:
+        report(name)
+        # Tensors made in inference mode could not be trained on.
+        with torch.inference_mode(name != "training"):
+            if name == "training":
+                options = bench_training.Options.quick if quick else bench_training.Options
+                rows += bench_training.bench_training(options(packs=(workloads or {}).get("training_packs"), budget_s=training_budget_s))
+            else:
+                rows += RUNNERS[name](quick, workloads) if name == "workloads" else RUNNERS[name](quick)
             openmsa.synchronize("cuda")
             torch.cuda.empty_cache()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None

@@ -15,7 +15,9 @@ EXAMPLES = """\
   openmsa bench --cpu --only prefill --dtype f32  one part of it
   openmsa bench --cpu --simd avx2                 as on a machine without AVX-512 (ours and PyTorch's code alike)
   openmsa bench --cpu --json result.json          write the JSON elsewhere
-  openmsa bench --cuda                            the Hopper kernels, 8K to 1M tokens; about two minutes on an H200
+  openmsa bench --cuda                            the Hopper kernels, 8K to 1M tokens; some minutes on an H200
+  openmsa bench --cuda --only training --budget 60
+                                                  forward, backward and index KL loss, in about a minute
 """
 SECTIONS = ("prefill", "rates", "decode", "memory")
 MOST_OTHER_LOAD = 0.05  # share of the processors that other programs may take before we say so
@@ -31,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive_int, default=3, metavar="N", help="runs of each call; the median counts")
     parser.add_argument("--threads", type=positive_int, default=None, metavar="N", help="threads for both sides")
     parser.add_argument("--simd", choices=("best", "avx2"), default="best", help="instruction set both sides may use")
-    parser.add_argument("--workloads", metavar="DIR", help="with --cuda: folder with prefill.json and decode.json, shapes to weigh")
+    parser.add_argument("--workloads", metavar="DIR", help="with --cuda: folder with prefill.json and decode.json, shapes to weigh, and "
+                                                         "training_packs.json")
+    parser.add_argument("--budget", type=positive_int, default=100, metavar="SECONDS",
+                        help="with --cuda: what the training part may take; it leaves out its longest cases first")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random data")
 
 
@@ -93,11 +98,14 @@ def run_cuda(args: argparse.Namespace) -> int:
         raise BadInputError(f"--only: '{args.only}' has no such part; with --cuda they are {', '.join(bench_cuda.SECTIONS)}")
     workloads = None
     if args.workloads:
-        files = {kind: pathlib.Path(args.workloads) / f"{kind}.json" for kind in ("prefill", "decode")}
+        fields = {"prefill": "cases", "decode": "cases"} if "workloads" in sections else {}
+        if "training" in sections and (pathlib.Path(args.workloads) / "training_packs.json").is_file():
+            fields["training_packs"] = "packs"
+        files = {kind: pathlib.Path(args.workloads) / f"{kind}.json" for kind in fields}
         missing = [str(path) for path in files.values() if not path.is_file()]
         if missing:
             raise BadInputError(f"--workloads: {missing[0]} is not a file")
-        workloads = {kind: json.loads(path.read_text(encoding="utf-8"))["cases"] for kind, path in files.items()}
+        workloads = {kind: json.loads(path.read_text(encoding="utf-8"))[fields[kind]] for kind, path in files.items()}
     with progress(args, "benchmark", len(sections)) as bar:
         started: list[str] = []
 
@@ -105,7 +113,7 @@ def run_cuda(args: argparse.Namespace) -> int:
             bar.step(name, 1 if started else 0)
             started.append(name)
 
-        result = bench_cuda.run_bench(sections, args.quick, workloads, report)
+        result = bench_cuda.run_bench(sections, args.quick, workloads, report, args.budget)
     result["command"] = "openmsa " + " ".join(sys.argv[1:])
     if wants_tables(args):
         print(f"{result['gpu']}, PyTorch {result['torch']}, cuDNN {result['cudnn']}, OpenMSA {result['openmsa']}, {result['date']}")
