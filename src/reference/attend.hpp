@@ -7,14 +7,20 @@
 
 namespace openmsa::reference {
 
-// The keys (values, index keys) of one head of one sequence.
+// The keys (values, index keys) of one head of one sequence. For one thread.
 struct HeadRows {
   const core::Geometry& geo;
   const core::KeyBlocks& keys;
   std::int32_t seq;
   std::int32_t head;
 
-  std::vector<double> row(std::int64_t j, std::int64_t n) const { return load_key(keys, geo, seq, j, head, n); }
+  // Stays what it is until the next call: an allocation for each key would cost more than its arithmetic.
+  const std::vector<double>& row(std::int64_t j, std::int64_t n) const {
+    load_key(keys, geo, seq, j, head, n, values);
+    return values;
+  }
+
+  mutable std::vector<double> values{};
 };
 
 // What query t attends to for KV head g, ascending: the visible keys of the blocks in block_ids[t,g,:], or all visible keys where

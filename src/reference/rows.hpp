@@ -26,8 +26,8 @@ void widen(const void* data, std::int64_t n, double* values) {
 }
 
 // The n contiguous elements at `data`; every storage dtype is exact in fp64.
-inline std::vector<double> load_row(const std::byte* data, DType dtype, std::int64_t n) {
-  std::vector<double> values(static_cast<std::size_t>(n));
+inline void load_row(const std::byte* data, DType dtype, std::int64_t n, std::vector<double>& values) {
+  values.resize(static_cast<std::size_t>(n));
   switch (dtype) {
     case DType::kF64: widen<double>(data, n, values.data()); break;
     case DType::kF32: widen<float>(data, n, values.data()); break;
@@ -35,6 +35,11 @@ inline std::vector<double> load_row(const std::byte* data, DType dtype, std::int
     case DType::kF16: widen<Float16>(data, n, values.data()); break;
     case DType::kI32: widen<std::int32_t>(data, n, values.data()); break;
   }
+}
+
+inline std::vector<double> load_row(const std::byte* data, DType dtype, std::int64_t n) {
+  std::vector<double> values;
+  load_row(data, dtype, n, values);
   return values;
 }
 
@@ -83,10 +88,10 @@ inline void add_scaled(std::vector<double>& sum, double factor, const std::vecto
 inline double max_or_nan(double a, double b) { return std::isnan(a) || a > b ? a : b; }
 
 // Key j (or value j) of sequence seq, KV head g.
-inline std::vector<double> load_key(const core::KeyBlocks& keys, const core::Geometry& geo, std::int32_t seq, std::int64_t j,
-                                    std::int32_t g, std::int64_t n) {
+inline void load_key(const core::KeyBlocks& keys, const core::Geometry& geo, std::int32_t seq, std::int64_t j, std::int32_t g,
+                     std::int64_t n, std::vector<double>& values) {
   const std::int64_t b = j / geo.block_size;
-  return load_row(keys.block(geo, seq, b, g) + (j - b * geo.block_size) * keys.stride_token, keys.dtype, n);
+  load_row(keys.block(geo, seq, b, g) + (j - b * geo.block_size) * keys.stride_token, keys.dtype, n, values);
 }
 
 struct Query {

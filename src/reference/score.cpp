@@ -10,8 +10,9 @@ namespace openmsa::reference {
 void score_query(const core::Geometry& geo, const core::KeyBlocks& k_idx, const Query& query, const std::vector<double>& q_idx,
                  std::int64_t num_blocks, double* scores) {
   std::fill(scores, scores + num_blocks, -kInfinity);
+  std::vector<double> key;
   for (std::int64_t j = 0; j < query.num_visible; ++j) {
-    const auto key = load_key(k_idx, geo, query.seq, j, 0, static_cast<std::int64_t>(q_idx.size()));
+    load_key(k_idx, geo, query.seq, j, 0, static_cast<std::int64_t>(q_idx.size()), key);
     double& best = scores[j / geo.block_size];
     best = max_or_nan(best, dot(q_idx, key));
   }

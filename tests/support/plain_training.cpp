@@ -37,7 +37,8 @@ void add(float* sums, float factor, const float* x, std::int64_t size) {
 Tensor rounded(const Tensor& like, const std::vector<float>& values) {
   const TensorView& view = like.view();
   Tensor tensor(like.dtype(), std::vector<std::int64_t>(view.shape.begin(), view.shape.begin() + view.rank));
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, double{values[static_cast<std::size_t>(i)]});
+  const std::vector<double> wide(values.begin(), values.end());
+  for (std::int64_t row = 0; row < tensor.num_rows(); ++row) tensor.set_row(row, wide.data() + row * tensor.row_size());
   return tensor;
 }
 
@@ -119,20 +120,21 @@ IndexKl plain_index_kl(const Problem& problem, const Tensor* block_ids, const Te
 
 testing::AssertionResult gradient_right(const char* name, const Tensor& result, const Tensor& oracle, const Tensor& plain,
                                         double absolute) {
+  const std::vector<double> oracle_values = oracle.values(), values = result.values(), plain_values = plain.values();
   double plain_error = 0.0, error = 0.0;
-  std::int64_t worst = 0;
-  for (std::int64_t i = 0; i < result.numel(); ++i) {
-    const double exact = oracle.get(i), found = result.get(i);
+  std::size_t worst = 0;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const double exact = oracle_values[i], found = values[i];
     if (std::isfinite(exact) != std::isfinite(found)) {
       return testing::AssertionFailure() << name << " element " << i << " is " << found << ", fp64 has " << exact;
     }
     if (!std::isfinite(exact)) continue;
-    if (const double e = std::abs(plain.get(i) - exact); std::isfinite(e)) plain_error = std::max(plain_error, e);
+    if (const double e = std::abs(plain_values[i] - exact); std::isfinite(e)) plain_error = std::max(plain_error, e);
     if (const double e = std::abs(found - exact); e > error) error = e, worst = i;
   }
   if (error <= 3 * plain_error + absolute) return testing::AssertionSuccess();
-  return testing::AssertionFailure() << name << " element " << worst << " is " << result.get(worst) << ", fp64 has "
-                                     << oracle.get(worst) << ": error " << error << ", plain computation's " << plain_error;
+  return testing::AssertionFailure() << name << " element " << worst << " is " << values[worst] << ", fp64 has "
+                                     << oracle_values[worst] << ": error " << error << ", plain computation's " << plain_error;
 }
 
 testing::AssertionResult gradients_right(const Problem& problem, const Tensor* block_ids, const Attention& forward,

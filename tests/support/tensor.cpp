@@ -13,25 +13,49 @@ namespace {
 
 constexpr std::int64_t kGuardBytes = 256;
 
-double load(const std::byte* data, DType dtype, std::int64_t i) {
-  switch (dtype) {
-    case DType::kF64: return reinterpret_cast<const double*>(data)[i];
-    case DType::kF32: return reinterpret_cast<const float*>(data)[i];
-    case DType::kBF16: return static_cast<float>(reinterpret_cast<const BFloat16*>(data)[i]);
-    case DType::kF16: return static_cast<float>(reinterpret_cast<const Float16*>(data)[i]);
-    case DType::kI32: return reinterpret_cast<const std::int32_t*>(data)[i];
+template <typename T>
+double widen(T value) {
+  if constexpr (sizeof(T) == 2) {
+    return static_cast<float>(value);
+  } else {
+    return static_cast<double>(value);
   }
-  return 0;
 }
 
-void store(std::byte* data, DType dtype, std::int64_t i, double value) {
-  switch (dtype) {
-    case DType::kF64: reinterpret_cast<double*>(data)[i] = value; break;
-    case DType::kF32: reinterpret_cast<float*>(data)[i] = static_cast<float>(value); break;
-    case DType::kBF16: reinterpret_cast<BFloat16*>(data)[i] = BFloat16(static_cast<float>(value)); break;
-    case DType::kF16: reinterpret_cast<Float16*>(data)[i] = Float16(static_cast<float>(value)); break;
-    case DType::kI32: reinterpret_cast<std::int32_t*>(data)[i] = static_cast<std::int32_t>(value); break;
+template <typename T>
+T narrow(double value) {
+  if constexpr (sizeof(T) == 2) {
+    return T(static_cast<float>(value));
+  } else {
+    return static_cast<T>(value);
   }
+}
+
+// Calls function with a value of the C++ type that stores `dtype`.
+template <typename Function>
+void with_type(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::kF64: function(double{}); break;
+    case DType::kF32: function(float{}); break;
+    case DType::kBF16: function(BFloat16{}); break;
+    case DType::kF16: function(Float16{}); break;
+    case DType::kI32: function(std::int32_t{}); break;
+  }
+}
+
+// n elements. The dtype is looked at once: under sanitizers the calls and choices of every element took more than the oracle.
+void load(const std::byte* data, DType dtype, std::int64_t n, double* values) {
+  with_type(dtype, [&]<typename T>(T) {
+    const T* const elements = reinterpret_cast<const T*>(data);
+    for (std::int64_t i = 0; i < n; ++i) values[i] = widen(elements[i]);
+  });
+}
+
+void store(std::byte* data, DType dtype, std::int64_t n, const double* values) {
+  with_type(dtype, [&]<typename T>(T) {
+    T* const elements = reinterpret_cast<T*>(data);
+    for (std::int64_t i = 0; i < n; ++i) elements[i] = narrow<T>(values[i]);
+  });
 }
 
 }  // namespace
@@ -62,19 +86,19 @@ std::byte* Tensor::row_data(std::int64_t row) const {
   return static_cast<std::byte*>(view_.data) + offset * dtype_bytes(view_.dtype);
 }
 
-double Tensor::get(std::int64_t i) const { return load(row_data(i / row_size()), dtype(), i % row_size()); }
-
-void Tensor::set(std::int64_t i, double value) { store(row_data(i / row_size()), dtype(), i % row_size(), value); }
-
-void Tensor::get_row(std::int64_t row, double* values) const {
-  const std::byte* data = row_data(row);
-  for (std::int64_t i = 0; i < row_size(); ++i) values[i] = load(data, dtype(), i);
+double Tensor::get(std::int64_t i) const {
+  double value = 0;
+  load(row_data(i / row_size()) + i % row_size() * dtype_bytes(dtype()), dtype(), 1, &value);
+  return value;
 }
 
-void Tensor::set_row(std::int64_t row, const double* values) {
-  std::byte* data = row_data(row);
-  for (std::int64_t i = 0; i < row_size(); ++i) store(data, dtype(), i, values[i]);
+void Tensor::set(std::int64_t i, double value) {
+  store(row_data(i / row_size()) + i % row_size() * dtype_bytes(dtype()), dtype(), 1, &value);
 }
+
+void Tensor::get_row(std::int64_t row, double* values) const { load(row_data(row), dtype(), row_size(), values); }
+
+void Tensor::set_row(std::int64_t row, const double* values) { store(row_data(row), dtype(), row_size(), values); }
 
 std::vector<double> Tensor::values() const {
   std::vector<double> values(static_cast<std::size_t>(numel()));
@@ -117,9 +141,10 @@ bool Tensor::guards_intact() const {
 }
 
 bool Tensor::untouched() const {
-  return std::all_of(lines_.begin(), lines_.end(), [this](const Line& line) {
-    return std::all_of(std::begin(line.bytes), std::end(line.bytes), [this](std::byte b) { return b == fill(); });
-  });
+  Line filled;
+  std::fill(std::begin(filled.bytes), std::end(filled.bytes), fill());
+  return std::all_of(lines_.begin(), lines_.end(),
+                     [&](const Line& line) { return std::memcmp(line.bytes, filled.bytes, sizeof(filled.bytes)) == 0; });
 }
 
 bool Tensor::same_bits(const Tensor& other) const {

@@ -73,7 +73,7 @@ class CpuTraining : public PerDType {};
 OPENMSA_FOR_EACH_STORAGE_DTYPE(CpuTraining);
 
 TEST_P(CpuTraining, RandomLayouts) {
-  for (std::uint64_t seed = 700; seed < 716; ++seed) {
+  for (std::uint64_t seed = 700; seed < 712; ++seed) {
     Rng rng(seed);
     expect_both_right(training_problem(seed, GetParam()), rng);
   }
@@ -84,7 +84,7 @@ TEST_P(CpuTraining, EveryShape) {
   for (const std::int32_t group_size : {1, 3, 8, 16, 17}) {
     for (const std::int32_t dim : {16, 64, 96, 128}) {
       const std::int32_t block_size = dim == 64 ? 128 : dim == 96 ? 16 : 64, index_dim = dim == 128 ? 64 : 128;
-      expect_both_right(Problem(make_config(2, group_size, dim, index_dim, block_size, 3), single(21, 260), GetParam(), rng), rng);
+      expect_both_right(Problem(make_config(2, group_size, dim, index_dim, block_size, 3), single(13, 200), GetParam(), rng), rng);
     }
   }
   for (const std::int32_t dim : {32, 48, 80, 112, 256}) {
@@ -95,7 +95,7 @@ TEST_P(CpuTraining, EveryShape) {
 TEST_P(CpuTraining, LengthsAroundBlocks) {
   Rng rng(2);
   for (const std::int32_t seqlen_k : {1, 127, 128, 129, 2047, 2048, 2049, 2175, 8300}) {
-    for (const std::int32_t seqlen_q : {1, 4, 33}) {
+    for (const std::int32_t seqlen_q : {1, 4, 17}) {
       if (seqlen_q > seqlen_k || (seqlen_k > 2175 && seqlen_q > 4)) continue;
       expect_both_right(Problem(make_config(1, 3, 64, 32, 128, 16), single(seqlen_q, seqlen_k), GetParam(), rng), rng);
     }
@@ -283,7 +283,7 @@ INSTANTIATE_TEST_SUITE_P(Simd, CpuTrainingTargets, testing::ValuesIn(hwy::Suppor
 
 TEST_P(CpuTrainingTargets, AreRight) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-    for (std::uint64_t seed = 750; seed < 756; ++seed) {
+    for (std::uint64_t seed = 750; seed < 753; ++seed) {
       Rng rng(seed);
       expect_both_right(training_problem(seed, dtype, 1'000'000), rng);
     }
