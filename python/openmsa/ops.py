@@ -10,8 +10,9 @@ Every function takes these keyword arguments:
 ``trust_indices``  skip the check of block ids and page ids; a wrong id is then undefined behaviour.
 
 Gradients: msa_attention, sparse_attention, sparse_decode and dense_attention are differentiable in q, k and v, index_kl_loss in
-q_idx and k_idx, over packed keys on the CPU. Nothing else carries a gradient: not the selection, not lse, not block_max. Backward
-passes are the same from run to run under ``torch.use_deterministic_algorithms(True)``, on the CPU always.
+q_idx and k_idx, over packed keys, on devices for which ``openmsa info`` lists the gradient's kernel. Nothing else carries a gradient:
+not the selection, not lse, not block_max. Backward passes are the same from run to run under
+``torch.use_deterministic_algorithms(True)``, on the CPU always.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _wants_gradient(family: Any, batch: Batch, stage: str, **tensors: Any) -> bo
             )
         if tensor.is_cuda and stage not in family.CUDA_STAGES:
             raise UnsupportedError(
-                f"{name} requires a gradient and lies on a GPU, but training kernels for GPUs do not exist yet. Train on the CPU "
+                f"{name} requires a gradient and lies on a GPU, but this build has no training kernels for GPUs. Train on the CPU "
                 "(all tensors and the batch), or run under torch.no_grad() or torch.inference_mode().",
                 name,
             )

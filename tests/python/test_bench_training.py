@@ -19,7 +19,9 @@ KINDS = ("random", "clustered")
 
 
 def options(**changes) -> Options:
-    tiny = dict(config=CONFIG, lengths=(256, 512, 1024), longest_dense=512, first_bar=256, warmup_lengths=(256,), packs=PACKS, device="cpu")
+    tiny = dict(
+        config=CONFIG, lengths=(256, 512, 1024), longest_dense=512, first_bar=256, warmup_lengths=(256,), packs=PACKS, device="cpu"
+    )
     return Options(**{**tiny, **changes})
 
 

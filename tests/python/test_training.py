@@ -380,5 +380,5 @@ def test_gradients_on_a_gpu_are_refused_before_anything_runs():
         k = torch.empty(5, 2, 16, device="cuda")
         batch = Batch(cu_seqlens_q=torch.empty(2, dtype=torch.int32, device="cuda"),
                       cu_seqlens_k=torch.empty(2, dtype=torch.int32, device="cuda"), max_seqlen_q=5, max_seqlen_k=5)  # fmt: skip
-        with pytest.raises(openmsa.UnsupportedError, match="training kernels for GPUs do not exist yet. Train on the CPU"):
+        with pytest.raises(openmsa.UnsupportedError, match="this build has no training kernels for GPUs. Train on the CPU"):
             openmsa.dense_attention(q, k, k, batch, SMALL)
