@@ -33,7 +33,7 @@ namespace {
 constexpr std::uint32_t kRawAddress = 0x400;       // of dynamic shared memory, after what the hardware keeps; its end stays below:
 constexpr std::uint32_t kStaticAddress = 0x3a000;  // where static shared memory that somebody takes the address of is put
 constexpr std::uint32_t kSharedEnd = 0x40000;      // descriptors hold 18 bits
-constexpr std::uint32_t kStaticPiece = 1024;
+constexpr std::uint32_t kStaticPiece = 1024, kChunkBytes = 16;
 constexpr std::size_t kStackBytes = std::size_t{256} << 10, kPage = 4096;
 
 std::string hex(std::uint64_t x) {
@@ -68,6 +68,7 @@ struct WarpMeeting {
 struct Warp {
   std::uint32_t live = 0;  // lanes that have not returned
   std::array<WarpMeeting, 32> meetings;
+  std::vector<std::uint32_t> unfenced;  // chunks of shared memory that stmatrix wrote and not all lanes fenced
 };
 
 struct PendingWgmma {
@@ -142,6 +143,7 @@ struct Engine {
   std::size_t smem_bytes = 0;
   std::vector<unsigned char> async;  // what asynchronous reads see
   bool fence_pending = false;
+  std::array<std::uint32_t, kSharedEnd / kChunkBytes> unfenced{};  // by chunk: lanes whose fence is missing
   std::vector<const unsigned char*> static_pieces;
   std::uint32_t random = 0;
 };
@@ -168,7 +170,7 @@ std::string where() {
 // A crash tells where it was before it ends the process.
 void report_crash(int) {
   if (!engine.running) return;
-  const std::string text = "crash (no such memory, or not aligned to the access)" + where() + "\n";
+  const std::string text = "crash (no such memory, out of an array's bounds, or not aligned to the access)" + where() + "\n";
   [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text.data(), text.size());
 }
 
@@ -427,6 +429,7 @@ void fill_shared() {
   std::memset(engine.async.data(), 0xff, engine.smem_bytes);
   std::fill(raw_begin() + engine.smem_bytes, slack_end(), kCanary);
   engine.fence_pending = false;
+  engine.unfenced.fill(0);
 }
 
 void check_shared() {
@@ -602,17 +605,40 @@ void fence_async() {
     engine.fence_pending = true;
     if (lane() == 31) publish();
   }
+  Warp& warp = engine.cta.warps[static_cast<std::size_t>(engine.current->number / 32)];
+  std::uint32_t missing = 0;
+  for (const std::uint32_t chunk : warp.unfenced) missing |= engine.unfenced[chunk] &= ~(1u << lane());
+  if (missing == 0) warp.unfenced.clear();
   let_others_in();
 }
 
+void matrix_stored(std::uint32_t address) {
+  const std::uint32_t chunk = address / kChunkBytes;
+  if (engine.unfenced[chunk] == 0)
+    engine.cta.warps[static_cast<std::size_t>(engine.current->number / 32)].unfenced.push_back(chunk);
+  engine.unfenced[chunk] = 0xffffffffu;
+}
+
+namespace {
+void check_fenced(std::uint32_t address, std::uint32_t bytes) {
+  for (std::uint32_t at = address; at < address + bytes; at += kChunkBytes) {
+    if (engine.unfenced[at / kChunkBytes] == 0) continue;
+    fail("asynchronous access to shared address " + hex(at) + ", which stmatrix wrote; lanes " +
+         hex(engine.unfenced[at / kChunkBytes]) + " of that warp have no fence between");
+  }
+}
+}  // namespace
+
 const void* async_source(std::uint32_t address, std::uint32_t bytes) {
   void* source = shared_pointer(address, bytes);
+  check_fenced(address, bytes);
   if (options().timing == Timing::kEarly || !is_dynamic(address)) return source;
   if (engine.fence_pending) publish();
   return engine.async.data() + (address - kRawAddress);
 }
 
 void async_store(std::uint32_t address, const void* data, std::uint32_t bytes) {
+  check_fenced(address, bytes);
   std::memcpy(shared_pointer(address, bytes), data, bytes);
   if (is_dynamic(address)) std::memcpy(engine.async.data() + (address - kRawAddress), data, bytes);
 }

@@ -23,7 +23,7 @@ enum class Timing { kEarly, kLate };
 
 struct Options {
   Timing timing = Timing::kEarly;
-  std::uint32_t seed = 0;       // of the order in which threads get their turns: 0 ascending, else random, some left behind for long
+  std::uint32_t seed = 0;  // of the order in which threads get their turns: 0 ascending, else random, some left behind for long
   int num_multiprocessors = 3;  // what cudaDeviceGetAttribute says
 };
 Options& options();
@@ -76,6 +76,8 @@ void mbarrier_wait(std::uint64_t* barrier, std::uint32_t parity);
 
 // Ordinary stores to shared memory before it become visible to asynchronous reads.
 void fence_async();
+// stmatrix wrote the 16 bytes there: every lane of the warp has to fence before asynchronous accesses.
+void matrix_stored(std::uint32_t address);
 // Shared memory as the copy engine and wgmma read and write it.
 const void* async_source(std::uint32_t address, std::uint32_t bytes);
 void async_store(std::uint32_t address, const void* data, std::uint32_t bytes);

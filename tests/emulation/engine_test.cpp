@@ -523,6 +523,29 @@ TEST_P(Emulation, WgmmaMisused) {
   expect_failure("not in the first row of an atom", 128, 64 * 128, mistaken_kernel, Mistake::kNotAnAtom, out.data());
 }
 
+// A store by one lane, of what the others wrote and fenced, or did not yet fence.
+__global__ void stored_matrix_kernel(const __grid_constant__ CUtensorMap map, bool synchronised) {
+  unsigned char* smem = ptx::dynamic_smem();
+  const std::uint32_t address = ptx::smem_address(smem), lane = threadIdx.x;
+  ptx::stmatrix_x4(address + lane / 8 * 128 + lane % 8 * 16, lane, lane, lane, lane);
+  ptx::fence_async_proxy();
+  if (synchronised) __syncwarp();
+  if (lane == 0) {
+    ptx::tma_store_2d(&map, smem, 0, 0);
+    ptx::bulk_commit();
+    ptx::bulk_wait<0>();
+  }
+}
+
+TEST_P(Emulation, StoresOfWhatLanesDidNotFence) {
+  alignas(16) static std::uint16_t data[256];
+  const CUtensorMap map = make_tensor_map(data, DType::kF16, {64, 4}, {128}, {64, 4});
+  EXPECT_NO_THROW(start(stored_matrix_kernel, 1, 32, 512, map, true));
+  if (GetParam().timing == Timing::kEarly && GetParam().seed == 0) {
+    expect_failure("have no fence between", 32, 512, stored_matrix_kernel, map, false);
+  }
+}
+
 // A load is not there before somebody has waited for it; early, it hides that.
 TEST_P(Emulation, LoadsReadBeforeTheWait) {
   alignas(16) static int source[4] = {7, 7, 7, 7};
@@ -543,12 +566,16 @@ TEST_P(Emulation, LoadsReadBeforeTheWait) {
 
 // A crash names its kernel, too.
 TEST(EmulationDeathTest, CrashesSayWhere) {
-  EXPECT_DEATH(start(
-                   +[](int* nowhere) {
-                     if (threadIdx.x == 3) *nowhere = 1;
-                   },
-                   1, 32, 0, nullptr),
-               "crash .*CTA 0, thread 3");
+  const auto write = [](float2* target) {
+    start(
+        +[](float2* to) {
+          if (threadIdx.x == 3) *to = float2{1.f, 1.f};
+        },
+        1, 32, 0, target);
+  };
+  EXPECT_DEATH(write(nullptr), "crash .*CTA 0, thread 3");
+  alignas(8) float values[3];
+  EXPECT_DEATH(write(reinterpret_cast<float2*>(values + 1)), "crash .*CTA 0, thread 3") << "not aligned";
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ void store_matrices(std::uint32_t address, const std::uint32_t (&a)[4]) {
         const std::uint32_t to = static_cast<Lane*>(lanes[matrix * 8 + row])->address;
         if (to % 16 != 0) emulation::fail("stmatrix to a row that is not 16-byte aligned");
         std::memcpy(emulation::shared_pointer(to, 16), rows[row], 16);
+        emulation::matrix_stored(to);
       }
     }
   });
