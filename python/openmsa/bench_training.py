@@ -188,7 +188,7 @@ class Seen:
 
 
 def length_rows(
-    tokens: int, kind: str, times: dict[str, float], pairs: int, seen: Seen, note: str, options: Options
+    tokens: int, kind: str, times: dict[str, float], ids: torch.Tensor, seen: Seen, note: str, options: Options
 ) -> list[dict[str, Any]]:
     rows, cfg = [], options.config
     where = f"{tokens:,} tokens, {kind}"
@@ -198,9 +198,11 @@ def length_rows(
         rows.append(row(f"training_{name}_{tokens}_{kind}", f"{what}, {where}: times faster than dense forward + backward", "x",
                         None if theirs is None else theirs / times[name], good, ours_ms=times[name], theirs_ms=theirs, note=note or how))
     backward_bars, loss_bars = (BACKWARD_BARS, LOSS_BARS) if tokens >= options.first_bar else ((None, None), (None, None))
-    tf = 4 * BACKWARD_OVER_FORWARD * cfg.group_size * cfg.head_dim * pairs / times["backward"] / 1e9
-    rows.append(row(f"training_backward_{tokens}_{kind}", f"sparse backward, {where}", "TF", tf, *backward_bars,
-                    ours_ms=times["backward"], visible_pairs=pairs))
+    pairs = selected_pairs(ids, cfg.block_size)
+    whole_blocks = int((ids >= 0).sum()) * cfg.block_size  # as bench_cuda's attend rows count: the query's own block in full
+    tf_of_pair = 4 * BACKWARD_OVER_FORWARD * cfg.group_size * cfg.head_dim / times["backward"] / 1e9
+    rows.append(row(f"training_backward_{tokens}_{kind}", f"sparse backward, {where}", "TF", pairs * tf_of_pair, *backward_bars,
+                    ours_ms=times["backward"], visible_pairs=pairs, tf_of_whole_blocks=whole_blocks * tf_of_pair))
     share = 100 * times["loss"] / times["backward"]
     rows.append(row(f"training_index_kl_{tokens}_{kind}", f"index KL with gradients, {where}: share of the sparse backward's time", "%",
                     share, *loss_bars, lower_is_better=True, ours_ms=times["loss"]))
@@ -224,8 +226,7 @@ def bench_length(tokens: int, seen: Seen, options: Options, budget: Budget) -> l
         times = in_turn(calls, repeats, options.device)
         if side is not None:
             seen.dense_ms[tokens] = times["dense"]
-        pairs = selected_pairs(ids, options.config.block_size)
-        rows += length_rows(tokens, "clustered" if clustered else "random", times, pairs, seen, side.note if side else "", options)
+        rows += length_rows(tokens, "clustered" if clustered else "random", times, ids, seen, side.note if side else "", options)
         del side, calls, stages, ids
         free(options)
         peak = None if clustered else peak_bytes(layer.step, options)
