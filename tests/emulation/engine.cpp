@@ -19,6 +19,12 @@
 #include <utility>
 #include <vector>
 
+// Static shared memory of all kernels, see cuda_runtime.h; the linker knows where that is. Null where no kernel has any.
+extern "C" {
+extern unsigned char __start_openmsa_shared[] __attribute__((weak, visibility("hidden")));
+extern unsigned char __stop_openmsa_shared[] __attribute__((weak, visibility("hidden")));
+}
+
 namespace openmsa::emulation {
 
 Position position;
@@ -427,6 +433,7 @@ void fill_shared() {
   std::memset(engine.zero, kCanary, kRawAddress);
   std::memset(raw_begin(), 0xff, engine.smem_bytes);
   std::memset(engine.async.data(), 0xff, engine.smem_bytes);
+  std::fill(__start_openmsa_shared, __stop_openmsa_shared, static_cast<unsigned char>(0xff));
   std::fill(raw_begin() + engine.smem_bytes, slack_end(), kCanary);
   engine.fence_pending = false;
   engine.unfenced.fill(0);
@@ -570,13 +577,14 @@ unsigned char* dynamic_shared() { return raw_begin(); }
 std::uint32_t shared_address(const void* pointer) {
   const auto* byte = static_cast<const unsigned char*>(pointer);
   if (byte >= engine.zero && byte < slack_end()) return static_cast<std::uint32_t>(byte - engine.zero);
+  if (byte < __start_openmsa_shared || byte >= __stop_openmsa_shared) fail("takes the shared address of memory that is not shared");
   const unsigned char* piece = byte - reinterpret_cast<std::uintptr_t>(byte) % kStaticPiece;
   auto& pieces = engine.static_pieces;
   const auto found = std::find(pieces.begin(), pieces.end(), piece);
   const auto index = static_cast<std::uint32_t>(found - pieces.begin());
   if (found == pieces.end()) pieces.push_back(piece);
   const std::uint32_t address = kStaticAddress + index * kStaticPiece;
-  if (address >= kSharedEnd) fail("takes the address of too much static shared memory, or of memory that is not shared");
+  if (address >= kSharedEnd) fail("takes the address of too much static shared memory");
   return address + static_cast<std::uint32_t>(byte - piece);
 }
 

@@ -7,7 +7,7 @@
 //            many arrivals. Timing::kLate also: accumulators or tiles used before the wait for them, a tile overwritten while a store
 //            or a product still reads it, ordinary stores that the copy engine or wgmma reads without a proxy fence.
 // Not        data races between threads that no order of turns shows (threads change places only where they wait), bank conflicts,
-//            time. Static shared memory keeps what the CTA before left there.
+//            time.
 #pragma once
 
 #include <cstddef>

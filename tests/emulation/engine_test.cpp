@@ -433,6 +433,26 @@ TEST_P(Emulation, SharedMemoryMisused) {
       0);
 }
 
+// No CTA sees what the one before left in static shared memory.
+__global__ void static_kernel(int* out) {
+  __shared__ int words[2];
+  __shared__ std::uint64_t barrier;
+  out[blockIdx.x] = words[blockIdx.x];
+  words[0] = words[1] = 7;
+  ptx::mbarrier_init(&barrier, 1);
+  ptx::mbarrier_arrive(&barrier);
+  ptx::mbarrier_wait(&barrier, 0);
+  out[2 + blockIdx.x] = static_cast<int>(ptx::load_shared(ptx::smem_address(&words[1])));
+}
+
+TEST_P(Emulation, StaticSharedMemory) {
+  std::vector<int> out(4);
+  start(static_kernel, 2, 1, 0, out.data());
+  EXPECT_EQ(out, (std::vector<int>{-1, -1, 7, 7}));
+  expect_failure(
+      "that is not shared", 1, 0, +[](int* global) { ptx::smem_address(global); }, out.data());
+}
+
 TEST_P(Emulation, CopiesMisused) {
   alignas(16) static std::uint16_t data[4096];
   const CUtensorMap map = make_tensor_map(data, DType::kF16, {64, 4}, {128}, {64, 4});

@@ -24,8 +24,8 @@
 #define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// CTAs run one after the other.
-#define __shared__ static
+// CTAs run one after the other. A section of its own, so that each finds NaN there.
+#define __shared__ static __attribute__((section("openmsa_shared")))
 #define __constant__ static
 
 using uint3 = ::openmsa::emulation::Index;
