@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import openmsa
 
-from . import bench_cuda
+from . import bench_common
+from .bench_common import causal_pairs, index_queries, normal, row
 from .bench_cpu import selected_pairs
-from .bench_cuda import causal_pairs, index_queries, normal, row
 
 STAGES = ("sparse_attention_backward", "dense_attention_backward", "index_kl_loss")
 BACKWARD_OVER_FORWARD = 2.5  # five products over every pair of a query and a key, where forward has two
@@ -34,7 +34,7 @@ PACK_ORDER = (0, 2, 1, 3)  # packs are sorted by number of documents; every pref
 
 @dataclasses.dataclass
 class Options:
-    config: openmsa.MsaConfig = dataclasses.field(default_factory=bench_cuda.config)
+    config: openmsa.MsaConfig = dataclasses.field(default_factory=bench_common.config)
     lengths: tuple[int, ...] = (8192, 16384, 32768, 65536, 131072, 262144)
     longest_dense: int = 131072  # dense forward + backward of 131,072 tokens takes two seconds on an H200
     first_bar: int = 32768  # bars of rates and memory hold from here on
@@ -58,9 +58,9 @@ class Budget:
 
 
 def in_turn(calls: dict[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
-    """Median milliseconds of every call, as bench_cuda.in_turn on a GPU; by the wall clock on a CPU."""
+    """Median milliseconds of every call, as bench_common.in_turn on a GPU; by the wall clock on a CPU."""
     if device == "cuda":
-        return bench_cuda.in_turn(calls, repeats)
+        return bench_common.in_turn(calls, repeats)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
