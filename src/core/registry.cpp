@@ -182,10 +182,10 @@ template <>
 const std::vector<Kernel<AttentionBackwardParams>>& kernels() {
   static const std::vector<Kernel<AttentionBackwardParams>> table = {
 #if OPENMSA_CUDA_TRAINING
-      {Backend::kCuda, "sm90_backward", kCudaSparseLimits, cuda::sparse_attention_backward, cuda::sparse_attention_backward_reserve},
+    {Backend::kCuda, "sm90_backward", kCudaSparseLimits, cuda::sparse_attention_backward, cuda::sparse_attention_backward_reserve},
 #endif
-      {Backend::kCpu, "cpu_attention_backward", kCpuSparseLimits, cpu::attention_backward, cpu::attention_backward_reserve},
-      {Backend::kReference, "reference_attention_backward", kOracleLimits, reference::attention_backward, nullptr},
+    {Backend::kCpu, "cpu_attention_backward", kCpuSparseLimits, cpu::attention_backward, cpu::attention_backward_reserve},
+    {Backend::kReference, "reference_attention_backward", kOracleLimits, reference::attention_backward, nullptr},
   };
   return table;
 }
@@ -193,10 +193,10 @@ const std::vector<Kernel<AttentionBackwardParams>>& kernels() {
 const std::vector<Kernel<AttentionBackwardParams>>& dense_backward_kernels() {
   static const std::vector<Kernel<AttentionBackwardParams>> table = {
 #if OPENMSA_CUDA_TRAINING
-      {Backend::kCuda, "sm90_backward", kCudaDenseLimits, cuda::dense_attention_backward, cuda::dense_attention_backward_reserve},
+    {Backend::kCuda, "sm90_backward", kCudaDenseLimits, cuda::dense_attention_backward, cuda::dense_attention_backward_reserve},
 #endif
-      {Backend::kCpu, "cpu_attention_backward", kCpuDenseLimits, cpu::attention_backward, cpu::attention_backward_reserve},
-      {Backend::kReference, "reference_attention_backward", kOracleLimits, reference::attention_backward, nullptr},
+    {Backend::kCpu, "cpu_attention_backward", kCpuDenseLimits, cpu::attention_backward, cpu::attention_backward_reserve},
+    {Backend::kReference, "reference_attention_backward", kOracleLimits, reference::attention_backward, nullptr},
   };
   return table;
 }
@@ -205,10 +205,10 @@ template <>
 const std::vector<Kernel<IndexKlParams>>& kernels() {
   static const std::vector<Kernel<IndexKlParams>> table = {
 #if OPENMSA_CUDA_TRAINING
-      {Backend::kCuda, "sm90_index_kl", kCudaMsaLimits, cuda::index_kl_loss, cuda::index_kl_loss_reserve},
+    {Backend::kCuda, "sm90_index_kl", kCudaMsaLimits, cuda::index_kl_loss, cuda::index_kl_loss_reserve},
 #endif
-      {Backend::kCpu, "cpu_index_kl", kCpuMsaLimits, cpu::index_kl_loss, cpu::index_kl_loss_reserve},
-      {Backend::kReference, "reference_index_kl", kOracleLimits, reference::index_kl_loss, nullptr},
+    {Backend::kCpu, "cpu_index_kl", kCpuMsaLimits, cpu::index_kl_loss, cpu::index_kl_loss_reserve},
+    {Backend::kReference, "reference_index_kl", kOracleLimits, reference::index_kl_loss, nullptr},
   };
   return table;
 }
