@@ -586,16 +586,16 @@ TEST_P(Emulation, LoadsReadBeforeTheWait) {
 
 // A crash names its kernel, too.
 TEST(EmulationDeathTest, CrashesSayWhere) {
-  const auto write = [](float2* target) {
+  const auto write = [](std::uint64_t* target) {
     start(
-        +[](float2* to) {
-          if (threadIdx.x == 3) *to = float2{1.f, 1.f};
+        +[](std::uint64_t* to) {
+          if (threadIdx.x == 3) *to = 1;
         },
         1, 32, 0, target);
   };
   EXPECT_DEATH(write(nullptr), "crash .*CTA 0, thread 3");
-  alignas(8) float values[3];
-  EXPECT_DEATH(write(reinterpret_cast<float2*>(values + 1)), "crash .*CTA 0, thread 3") << "not aligned";
+  alignas(8) std::uint32_t values[3];
+  EXPECT_DEATH(write(reinterpret_cast<std::uint64_t*>(values + 1)), "crash .*CTA 0, thread 3") << "not aligned";
 }
 
 }  // namespace
