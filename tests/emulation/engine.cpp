@@ -1,4 +1,4 @@
-#include "engine.hpp"
+#include "state.hpp"
 
 #include <cxxabi.h>
 #include <dlfcn.h>
@@ -19,12 +19,6 @@
 #include <utility>
 #include <vector>
 
-// Static shared memory of all kernels, see cuda_runtime.h; the linker knows where that is. Null where no kernel has any.
-extern "C" {
-extern unsigned char __start_openmsa_shared[] __attribute__((weak, visibility("hidden")));
-extern unsigned char __stop_openmsa_shared[] __attribute__((weak, visibility("hidden")));
-}
-
 namespace openmsa::emulation {
 
 Position position;
@@ -34,13 +28,7 @@ Options& options() {
   return the;
 }
 
-namespace {
-
-constexpr std::uint32_t kRawAddress = 0x400;       // of dynamic shared memory, after what the hardware keeps; its end stays below:
-constexpr std::uint32_t kStaticAddress = 0x3a000;  // where static shared memory that somebody takes the address of is put
-constexpr std::uint32_t kSharedEnd = 0x40000;      // descriptors hold 18 bits
-constexpr std::uint32_t kStaticPiece = 1024, kChunkBytes = 16;
-constexpr std::size_t kStackBytes = std::size_t{256} << 10, kPage = 4096;
+constexpr std::size_t kStackBytes = std::size_t{256} << 10;
 
 std::string hex(std::uint64_t x) {
   char text[24];
@@ -48,114 +36,7 @@ std::string hex(std::uint64_t x) {
   return text;
 }
 
-// The word of an mbarrier.
-struct Barrier {
-  std::uint64_t magic : 8, phase : 1, count : 14, pending : 14;
-  std::int64_t bytes : 27;
-};
-static_assert(sizeof(Barrier) == 8);
-constexpr std::uint64_t kMagic = 0x9b;
-
-Barrier load_barrier(const std::uint64_t* word) {
-  Barrier barrier;
-  std::memcpy(&barrier, word, sizeof barrier);
-  return barrier;
-}
-void store_barrier(std::uint64_t* word, const Barrier& barrier) { std::memcpy(word, &barrier, sizeof barrier); }
-
-// Lanes that wait for each other. Several masks may be waited for at a time.
-struct WarpMeeting {
-  const char* instruction = nullptr;
-  std::uint32_t mask = 0, arrived = 0, generation = 0;
-  void* lanes[32] = {};
-  WarpWork work = nullptr;
-};
-
-struct Warp {
-  std::uint32_t live = 0;  // lanes that have not returned
-  std::array<WarpMeeting, 32> meetings;
-  std::vector<std::uint32_t> unfenced;  // chunks of shared memory that stmatrix wrote and not all lanes fenced
-};
-
-struct PendingWgmma {
-  Wgmma wgmma;
-  std::array<float*, 128> d;
-  std::vector<std::uint32_t> a;
-};
-
-struct Warpgroup {
-  Wgmma wgmma{};
-  int arrived = 0;
-  std::uint32_t generation = 0;
-  std::array<float*, 128> d{};
-  std::array<std::uint32_t, 512> a{};
-  std::deque<PendingWgmma> pending;
-  std::uint64_t executed = 0;
-};
-
-struct CtaBarrier {
-  std::uint32_t expected = 0, arrived = 0, generation = 0;
-  Votes votes{};
-  std::array<Votes, 2> results{};  // by the parity of the generation
-};
-
-struct Fiber {
-  jmp_buf context;
-  ucontext_t start;
-  char* stack = nullptr;
-  bool started = false;  // waits in its loop for a body
-  bool done = true;
-  int number = 0;
-  Index thread{};
-  // What it waits for: a counter to leave `seen`, an mbarrier to leave a phase, or asynchronous work to reach a number. Null: nothing.
-  const std::uint32_t* counter = nullptr;
-  std::uint32_t seen = 0;
-  const std::uint64_t* barrier = nullptr;
-  std::uint32_t parity = 0;
-  const std::uint64_t* reached = nullptr;
-  std::uint64_t target = 0;
-  const char* waits_in = nullptr;
-  std::uint32_t waits_id = 0;
-  int registers = 0;  // as setmaxnreg left them; 0: untouched
-  // Asynchronous work of its own.
-  std::uint64_t wgmmas = 0, wgmmas_awaited = 0;
-  std::deque<std::uint64_t> wgmma_groups;
-  std::vector<std::function<void()>> stores;
-  std::deque<std::vector<std::function<void()>>> store_groups;
-  std::uint64_t store_groups_done = 0;
-};
-
-struct Cta {
-  int num_threads = 0, num_live = 0;
-  std::array<Warp, kMaxThreads / 32> warps;
-  std::array<Warpgroup, kMaxThreads / 128> warpgroups;
-  std::array<CtaBarrier, 16> barriers;
-  std::deque<std::function<void()>> loads;
-  int starved_begin = 0, starved_end = 0;  // threads that get no turn while others can go on
-};
-
-struct Engine {
-  std::vector<std::unique_ptr<Fiber>> fibers;
-  Fiber* current = nullptr;
-  jmp_buf scheduler;
-  Cta cta;
-  const std::function<void()>* body = nullptr;
-  std::exception_ptr error;
-  const void* kernel = nullptr;
-  bool running = false;
-  // Shared memory: host address `zero` + a shared address; a page that nobody may touch follows it closely.
-  unsigned char* region = nullptr;
-  unsigned char* zero = nullptr;
-  std::size_t smem_bytes = 0;
-  std::vector<unsigned char> async;  // what asynchronous reads see
-  bool fence_pending = false;
-  std::array<std::uint32_t, kSharedEnd / kChunkBytes> unfenced{};  // by chunk: lanes whose fence is missing
-  std::vector<const unsigned char*> static_pieces;
-  std::uint32_t random = 0;
-};
-
 Engine engine;
-constexpr std::size_t kRegionBytes = std::size_t{512} << 10;
 
 std::string kernel_name() {
   Dl_info info{};
@@ -426,8 +307,6 @@ void start_shared(std::size_t bytes) {
 }
 
 constexpr unsigned char kCanary = 0xa5;
-unsigned char* raw_begin() { return engine.zero + kRawAddress; }
-unsigned char* slack_end() { return engine.region + kPage + kRegionBytes / 2; }
 
 void fill_shared() {
   std::memset(engine.zero, kCanary, kRawAddress);
@@ -526,8 +405,6 @@ void run_cta(Index block_dim) {
   check_registers();
 }
 
-}  // namespace
-
 void fail(const std::string& what) { throw Failure(what + where()); }
 
 void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body) {
@@ -569,288 +446,5 @@ void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_byte
 void set_registers(int count) { engine.current->registers = count; }
 
 int lane() { return engine.current->number % 32; }
-
-// ---- shared memory ----
-
-unsigned char* dynamic_shared() { return raw_begin(); }
-
-std::uint32_t shared_address(const void* pointer) {
-  const auto* byte = static_cast<const unsigned char*>(pointer);
-  if (byte >= engine.zero && byte < slack_end()) return static_cast<std::uint32_t>(byte - engine.zero);
-  if (byte < __start_openmsa_shared || byte >= __stop_openmsa_shared) fail("takes the shared address of memory that is not shared");
-  const unsigned char* piece = byte - reinterpret_cast<std::uintptr_t>(byte) % kStaticPiece;
-  auto& pieces = engine.static_pieces;
-  const auto found = std::find(pieces.begin(), pieces.end(), piece);
-  const auto index = static_cast<std::uint32_t>(found - pieces.begin());
-  if (found == pieces.end()) pieces.push_back(piece);
-  const std::uint32_t address = kStaticAddress + index * kStaticPiece;
-  if (address >= kSharedEnd) fail("takes the address of too much static shared memory");
-  return address + static_cast<std::uint32_t>(byte - piece);
-}
-
-void* shared_pointer(std::uint32_t address, std::uint32_t bytes) {
-  if (address >= kRawAddress && address + bytes <= kRawAddress + engine.smem_bytes) return engine.zero + address;
-  const std::uint32_t index = (address - kStaticAddress) / kStaticPiece, offset = (address - kStaticAddress) % kStaticPiece;
-  if (address < kStaticAddress || index >= engine.static_pieces.size() || offset + bytes > kStaticPiece) {
-    fail("accesses " + std::to_string(bytes) + " bytes at shared address " + hex(address) +
-         ", outside its shared memory (dynamic: " + hex(kRawAddress) + " to " + hex(kRawAddress + engine.smem_bytes) + ")");
-  }
-  return const_cast<unsigned char*>(engine.static_pieces[index]) + offset;
-}
-
-namespace {
-bool is_dynamic(std::uint32_t address) { return address < kStaticAddress; }
-void publish() {
-  std::memcpy(engine.async.data(), raw_begin(), engine.smem_bytes);
-  engine.fence_pending = false;
-}
-}  // namespace
-
-// A copy of everything a thread would cost too much: the lanes of a warp mostly fence one after the other, so one copies for all;
-// where it does not come, the next read does.
-void fence_async() {
-  if (options().timing == Timing::kLate) {
-    engine.fence_pending = true;
-    if (lane() == 31) publish();
-  }
-  Warp& warp = engine.cta.warps[static_cast<std::size_t>(engine.current->number / 32)];
-  std::uint32_t missing = 0;
-  for (const std::uint32_t chunk : warp.unfenced) missing |= engine.unfenced[chunk] &= ~(1u << lane());
-  if (missing == 0) warp.unfenced.clear();
-  let_others_in();
-}
-
-void matrix_stored(std::uint32_t address) {
-  const std::uint32_t chunk = address / kChunkBytes;
-  if (engine.unfenced[chunk] == 0)
-    engine.cta.warps[static_cast<std::size_t>(engine.current->number / 32)].unfenced.push_back(chunk);
-  engine.unfenced[chunk] = 0xffffffffu;
-}
-
-namespace {
-void check_fenced(std::uint32_t address, std::uint32_t bytes) {
-  for (std::uint32_t at = address; at < address + bytes; at += kChunkBytes) {
-    if (engine.unfenced[at / kChunkBytes] == 0) continue;
-    fail("asynchronous access to shared address " + hex(at) + ", which stmatrix wrote; lanes " +
-         hex(engine.unfenced[at / kChunkBytes]) + " of that warp have no fence between");
-  }
-}
-}  // namespace
-
-const void* async_source(std::uint32_t address, std::uint32_t bytes) {
-  void* source = shared_pointer(address, bytes);
-  check_fenced(address, bytes);
-  if (options().timing == Timing::kEarly || !is_dynamic(address)) return source;
-  if (engine.fence_pending) publish();
-  return engine.async.data() + (address - kRawAddress);
-}
-
-void async_store(std::uint32_t address, const void* data, std::uint32_t bytes) {
-  check_fenced(address, bytes);
-  std::memcpy(shared_pointer(address, bytes), data, bytes);
-  if (is_dynamic(address)) std::memcpy(engine.async.data() + (address - kRawAddress), data, bytes);
-}
-
-// ---- barriers ----
-
-Votes sync_threads(bool vote) {
-  Cta& cta = engine.cta;
-  CtaBarrier& barrier = cta.barriers[0];
-  if (barrier.arrived == 0) barrier.votes = {0, 1, 0};
-  barrier.votes.any |= vote ? 1 : 0;
-  barrier.votes.all &= vote ? 1 : 0;
-  barrier.votes.count += vote ? 1 : 0;
-  const std::uint32_t generation = barrier.generation;
-  if (static_cast<int>(++barrier.arrived) == cta.num_live)
-    finish_barrier(barrier);
-  else
-    wait_for_change(barrier.generation, "__syncthreads", 0);
-  return barrier.results[generation % 2];
-}
-
-void named_barrier(std::uint32_t id, std::uint32_t threads) {
-  if (id == 0 || id >= 16) fail("uses named barrier " + std::to_string(id) + "; ids are 1 to 15");
-  if (threads == 0 || threads % 32 != 0 || static_cast<int>(threads) > engine.cta.num_threads) {
-    fail("lets " + std::to_string(threads) + " threads meet at a named barrier");
-  }
-  CtaBarrier& barrier = engine.cta.barriers[id];
-  if (barrier.arrived == 0) barrier.expected = threads;
-  if (barrier.expected != threads) {
-    fail("expects " + std::to_string(threads) + " threads at named barrier " + std::to_string(id) + ", others " +
-         std::to_string(barrier.expected));
-  }
-  if (++barrier.arrived == barrier.expected)
-    finish_barrier(barrier);
-  else
-    wait_for_change(barrier.generation, "named barrier", id);
-}
-
-void meet_warp(const char* instruction, std::uint32_t mask, void* mine, WarpWork work) {
-  Warp& warp = engine.cta.warps[static_cast<std::size_t>(engine.current->number / 32)];
-  const auto self = static_cast<unsigned>(lane());
-  if ((mask >> self & 1) == 0) fail(std::string(instruction) + " by a lane that is not in its own mask");
-  const auto open = std::find_if(warp.meetings.begin(), warp.meetings.end(),
-                                 [&](const WarpMeeting& other) { return other.arrived != 0 && other.mask == mask; });
-  const auto unused =
-      std::find_if(warp.meetings.begin(), warp.meetings.end(), [](const WarpMeeting& other) { return other.arrived == 0; });
-  WarpMeeting& meeting = open != warp.meetings.end() ? *open : *unused;
-  if (meeting.arrived == 0) {
-    meeting.instruction = instruction;
-    meeting.mask = mask;
-    meeting.work = work;
-  } else if (std::strcmp(meeting.instruction, instruction) != 0) {
-    fail(std::string("lanes of a warp meet in ") + meeting.instruction + " and " + instruction);
-  }
-  meeting.arrived |= 1u << self;
-  meeting.lanes[self] = mine;
-  if (meeting.arrived == (mask & warp.live))
-    finish_meeting(meeting, warp.live);
-  else
-    wait_for_change(meeting.generation, instruction, mask);
-}
-
-// ---- mbarriers ----
-
-namespace {
-
-Barrier checked_barrier(const std::uint64_t* word, const char* what) {
-  const Barrier barrier = load_barrier(word);
-  if (barrier.magic != kMagic) fail(std::string(what) + " a barrier that was not initialised or was overwritten");
-  return barrier;
-}
-
-void settle(std::uint64_t* word, Barrier barrier) {
-  if (barrier.pending == 0 && barrier.bytes == 0) {
-    barrier.pending = barrier.count;
-    barrier.phase ^= 1;
-  }
-  store_barrier(word, barrier);
-}
-
-void arrive(std::uint64_t* word, std::uint32_t bytes) {
-  Barrier barrier = checked_barrier(word, "arrives on");
-  if (barrier.pending == 0) fail("arrives on a barrier that has all " + std::to_string(barrier.count) + " arrivals of the phase");
-  barrier.bytes += static_cast<std::int64_t>(bytes);
-  --barrier.pending;
-  settle(word, barrier);
-  let_others_in();
-}
-
-}  // namespace
-
-void mbarrier_init(std::uint64_t* word, std::uint32_t arrivals) {
-  if (arrivals == 0 || arrivals >= 1u << 14) fail("initialises a barrier for " + std::to_string(arrivals) + " arrivals");
-  if (reinterpret_cast<std::uintptr_t>(word) % 8 != 0) fail("initialises a barrier that is not 8-byte aligned");
-  Barrier barrier{};
-  barrier.magic = kMagic;
-  barrier.count = barrier.pending = arrivals;
-  store_barrier(word, barrier);
-}
-
-void mbarrier_arrive(std::uint64_t* word) { arrive(word, 0); }
-void mbarrier_arrive_expect(std::uint64_t* word, std::uint32_t bytes) {
-  if (bytes >= 1u << 20) fail("expects " + std::to_string(bytes) + " bytes on a barrier; 2^20 - 1 is the most");
-  arrive(word, bytes);
-}
-
-void mbarrier_complete(std::uint64_t* word, std::uint32_t bytes) {
-  Barrier barrier = checked_barrier(word, "completes a copy on");
-  barrier.bytes -= static_cast<std::int64_t>(bytes);
-  settle(word, barrier);
-}
-
-void mbarrier_wait(std::uint64_t* word, std::uint32_t parity) {
-  if (parity > 1) fail("waits for parity " + std::to_string(parity));
-  if (checked_barrier(word, "waits for").phase != parity) return;
-  Fiber& fiber = *engine.current;
-  fiber.barrier = word;
-  fiber.parity = parity;
-  to_scheduler(fiber);
-  fiber.barrier = nullptr;
-}
-
-// ---- asynchronous work ----
-
-void issue_load(std::function<void()> load) {
-  if (options().timing == Timing::kEarly)
-    load();
-  else
-    engine.cta.loads.push_back(std::move(load));
-  let_others_in();
-}
-
-void issue_store(std::function<void()> store) {
-  if (options().timing == Timing::kEarly) {
-    store();
-    store = [] {};
-  }
-  engine.current->stores.push_back(std::move(store));
-  let_others_in();
-}
-
-void commit_stores() { engine.current->store_groups.push_back(std::exchange(engine.current->stores, {})); }
-
-void wait_stores(std::size_t pending_groups) {
-  Fiber& fiber = *engine.current;
-  const std::size_t groups = fiber.store_groups.size();
-  if (groups <= pending_groups) return;
-  const std::uint64_t target = fiber.store_groups_done + groups - pending_groups;
-  // What is empty or done takes no time.
-  while (fiber.store_groups_done < target && (options().timing == Timing::kEarly || fiber.store_groups.front().empty())) {
-    run_store_group(fiber);
-  }
-  wait_until(fiber.store_groups_done, target);
-}
-
-namespace {
-
-Warpgroup& warpgroup_of(const Fiber& fiber) { return engine.cta.warpgroups[static_cast<std::size_t>(fiber.number / 128)]; }
-
-bool same_instruction(const Wgmma& a, const Wgmma& b) {
-  return a.n == b.n && a.half == b.half && a.a_in_registers == b.a_in_registers && a.a_mn_major == b.a_mn_major &&
-         a.b_mn_major == b.b_mn_major && (a.a_in_registers || a.a == b.a) && a.b == b.b && a.accumulate == b.accumulate;
-}
-
-}  // namespace
-
-void issue_wgmma(const Wgmma& wgmma, float* d, const std::uint32_t* a_registers) {
-  Fiber& fiber = *engine.current;
-  Warpgroup& group = warpgroup_of(fiber);
-  if (engine.cta.num_threads < fiber.number / 128 * 128 + 128) fail("wgmma by a warpgroup of fewer than 128 threads");
-  if (group.arrived == 0)
-    group.wgmma = wgmma;
-  else if (!same_instruction(group.wgmma, wgmma))
-    fail("threads of a warpgroup meet in different wgmmas, or with different descriptors");
-  const auto t = static_cast<std::size_t>(fiber.number % 128);
-  group.d[t] = d;
-  if (a_registers != nullptr) std::copy_n(a_registers, 4, &group.a[4 * t]);
-  ++fiber.wgmmas;
-  if (++group.arrived < 128) {
-    wait_for_change(group.generation, "wgmma", static_cast<std::uint32_t>(wgmma.n));
-    return;
-  }
-  group.arrived = 0;
-  ++group.generation;
-  if (options().timing == Timing::kEarly) {
-    run_wgmma(wgmma, group.d.data(), group.a.data());
-    ++group.executed;
-  } else {
-    PendingWgmma pending{wgmma, group.d, {}};
-    if (a_registers != nullptr) pending.a.assign(group.a.begin(), group.a.end());
-    group.pending.push_back(std::move(pending));
-  }
-}
-
-void commit_wgmma() { engine.current->wgmma_groups.push_back(engine.current->wgmmas); }
-
-void wait_wgmma(std::size_t pending_groups) {
-  Fiber& fiber = *engine.current;
-  Warpgroup& group = warpgroup_of(fiber);
-  while (fiber.wgmma_groups.size() > pending_groups) {
-    fiber.wgmmas_awaited = fiber.wgmma_groups.front();
-    fiber.wgmma_groups.pop_front();
-  }
-  wait_until(group.executed, fiber.wgmmas_awaited);
-}
 
 }  // namespace openmsa::emulation
