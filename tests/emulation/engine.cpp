@@ -334,8 +334,9 @@ void check_registers() {
   bool all_set = true;
   for (int i = 0; i < cta.num_threads; ++i) {
     const int registers = engine.fibers[static_cast<std::size_t>(i)]->registers;
-    if (registers != engine.fibers[static_cast<std::size_t>(i / 128 * 128)]->registers) {
-      fail("setmaxnreg by a part of the warpgroup from thread " + std::to_string(i / 128 * 128) + " on");
+    const int first = i / 128 * 128;
+    if (registers != engine.fibers[static_cast<std::size_t>(first)]->registers) {
+      fail("setmaxnreg by a part of the warpgroup from thread " + std::to_string(first) + " on");
     }
     total += registers;
     all_set = all_set && registers > 0;

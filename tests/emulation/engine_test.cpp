@@ -79,7 +79,7 @@ TEST_P(Emulation, Exchanges) {
   std::vector<int> out(64 * 12);
   start(exchange_kernel, 1, 64, 0, out.data());
   for (int t = 0; t < 64; ++t) {
-    const int* row = &out[static_cast<std::size_t>(t * 12)];
+    const int* row = out.data() + t * 12;
     const int lane = t % 32, warp = t - lane;
     EXPECT_EQ(row[0], 63 - t);
     EXPECT_EQ(row[1], warp + 5);

@@ -59,7 +59,7 @@ TEST_P(SumsTest, RowsOfTheBackwardPass) {
         for (std::int32_t t = 0; t <= chunk; ++t) {
           for (std::int32_t g = 0; g < groups; ++g) {
             for (std::int32_t h = 0; h < heads; ++h) {
-              const auto* row = &rows[static_cast<std::size_t>(((t * groups + g) * 2) << log_group)];
+              const auto* row = rows.data() + (((t * groups + g) * 2) << log_group);
               const bool live = t < chunk && h < group_size && !(t == 2 && g == 0 && h == 0);
               double delta = 0.0;
               for (std::int32_t d = 0; live && with_delta && d < dim; ++d) {
@@ -149,9 +149,7 @@ TEST_P(SumsTest, KeysIntoTheResult) {
   for (const std::int32_t dim : {64, 96, 128}) {
     const std::int32_t keys = 37, groups = 3;
     const std::vector<float> sum = random_floats(std::int64_t{groups} * keys * dim, rng);
-    const auto value = [&](std::int32_t g, std::int32_t s, std::int32_t d) {
-      return sum[static_cast<std::size_t>((g * keys + s) * dim + d)];
-    };
+    const auto value = [&](std::int32_t g, std::int32_t s, std::int32_t d) { return sum.data()[(g * keys + s) * dim + d]; };
     Tensor each(GetParam(), {keys, groups, dim}, 8), over(GetParam(), {keys, dim}, 16);
     Tensor expected_each(GetParam(), {keys, groups, dim}), expected_over(GetParam(), {keys, dim});
     const float scale = 0.7f;

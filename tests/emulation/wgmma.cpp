@@ -78,8 +78,8 @@ void run_wgmma(const Wgmma& wgmma, float* const* d, const std::uint32_t* a_regis
       for (int r = 0; r < 4; ++r) {
         const int row = t / 32 * 16 + t % 32 / 4 + r % 2 * 8, k = t % 4 * 2 + r / 2 * 8;
         const std::uint32_t pair = a_registers[4 * t + r];
-        a[static_cast<std::size_t>(row * kK + k)] = widen(static_cast<std::uint16_t>(pair), wgmma.half);
-        a[static_cast<std::size_t>(row * kK + k + 1)] = widen(static_cast<std::uint16_t>(pair >> 16), wgmma.half);
+        a.data()[row * kK + k] = widen(static_cast<std::uint16_t>(pair), wgmma.half);
+        a.data()[row * kK + k + 1] = widen(static_cast<std::uint16_t>(pair >> 16), wgmma.half);
       }
     }
   } else {
@@ -91,8 +91,8 @@ void run_wgmma(const Wgmma& wgmma, float* const* d, const std::uint32_t* a_regis
   for (int row = 0; row < kM; ++row) {
     std::fill_n(sums.begin(), n, 0.f);
     for (int k = 0; k < kK; ++k) {
-      const float x = a[static_cast<std::size_t>(row * kK + k)];
-      const float* y = &b[static_cast<std::size_t>(k * n)];
+      const float x = a.data()[row * kK + k];
+      const float* y = b.data() + k * n;
       for (int j = 0; j < n; ++j) sums[static_cast<std::size_t>(j)] += x * y[j];
     }
     // The row's quad of threads, and which half of their registers it is.
