@@ -27,6 +27,28 @@ __device__ __forceinline__ bool item_continues(const AttendItem* items, int inde
 __device__ __forceinline__ bool item_shared(const AttendItem* items, int index, int num_items) {
   return item_continues(items, index) || (index + 1 < num_items && item_continues(items, index + 1));
 }
+
+// The next item for a warp, all of whose lanes call this, and its sequence; an item of count 0 where there is none. Its index.
+__device__ __forceinline__ int take_item(const BatchParams& batch, const AttendItem* items, int num_items, std::int32_t* next_item,
+                                         AttendItem* item, Sequence* sequence) {
+  int index = 0;
+  if (threadIdx.x % 32 == 0) index = atomicAdd(next_item, 1);
+  index = __shfl_sync(0xffffffffu, index, 0);
+  *item = AttendItem{};
+  *sequence = Sequence{};
+  if (index < num_items) {
+    *item = items[index];
+    batch.load<false>(item->seq, sequence);
+  }
+  return index;
+}
+
+// Visit `at` of an item: x its token of the chunk, y its slot. `entries` as Visits has them; null: every block.
+__device__ __forceinline__ int2 item_visit(const std::uint32_t* entries, const AttendItem& item, int at) {
+  if (!entries) return int2{item.begin + at, item.block};
+  const std::uint32_t entry = entries[item.begin + at];
+  return int2{static_cast<int>(entry >> kSlotBits), static_cast<int>(entry & ((1u << kSlotBits) - 1))};
+}
 #endif
 
 // Slots of the pairs (token of the chunk, group) of a chunk; pair = token * num_groups + group.

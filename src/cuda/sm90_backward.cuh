@@ -92,15 +92,9 @@ __device__ inline void backward_produce(const CUtensorMap& map_q, const CUtensor
   const int tokens = Traits::kRows >> params.log_group, token_bytes = 128 << params.log_group;  // per stage; per half tile
   int stage_count = 0;
   for (int round = 0;; ++round) {
-    int index = 0;
-    if (lane == 0) index = atomicAdd(params.next_item, 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
-    AttendItem item{};
-    Sequence sequence{};
-    if (index < num_items) {
-      item = params.items[index];
-      params.batch.load<false>(item.seq, &sequence);
-    }
+    AttendItem item;
+    Sequence sequence;
+    const int index = take_item(params.batch, params.items, num_items, params.next_item, &item, &sequence);
     const int live_keys = min(sequence.seqlen_k - item.block * kBlock, kBlock);
     if (lane == 0) {
       if (round > 0) ptx::mbarrier_wait(kv_empty, (round - 1) & 1);
@@ -138,16 +132,10 @@ __device__ inline void backward_produce(const CUtensorMap& map_q, const CUtensor
         lse[i] = INFINITY;
         delta[i] = 0.f;
         if (at >= item.count) continue;
-        int in_list = item.block;
-        if (params.entries) {
-          const std::uint32_t entry = params.entries[item.begin + at];
-          token[i] = static_cast<int>(entry >> kSlotBits);
-          in_list = static_cast<int>(entry & ((1u << kSlotBits) - 1));
-        } else {
-          token[i] = item.begin + at;
-        }
+        const int2 visit = item_visit(params.entries, item, at);
+        token[i] = visit.x;
         const std::int64_t pair = std::int64_t{token[i]} * params.num_groups + item.group;
-        slot[i] = static_cast<int>((pair * params.slots + in_list) << params.log_group);
+        slot[i] = static_cast<int>((pair * params.slots + visit.y) << params.log_group);
         limit[i] = min(token[i] + to_visible, live_keys);
         const float* values = params.rows + ((pair * 2) << params.log_group) + head;
         lse[i] = values[0];

@@ -99,15 +99,9 @@ __device__ inline void student_produce(const CUtensorMap& map_q, const CUtensorM
   const int lane = threadIdx.x % 32, num_items = *params.num_items;
   int stage_count = 0;
   for (int round = 0;; ++round) {
-    int index = 0;
-    if (lane == 0) index = atomicAdd(params.next_item, 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
-    AttendItem item{};
-    Sequence sequence{};
-    if (index < num_items) {
-      item = params.items[index];
-      params.batch.load<false>(item.seq, &sequence);
-    }
+    AttendItem item;
+    Sequence sequence;
+    const int index = take_item(params.batch, params.items, num_items, params.next_item, &item, &sequence);
     const int to_visible = params.chunk_begin - sequence.query_begin + sequence.first_position + 1 - item.block * kBlock;
     const int live_keys = min(sequence.seqlen_k - item.block * kBlock, kBlock);
     const auto load_keys = [&] {
@@ -148,16 +142,10 @@ __device__ inline void student_produce(const CUtensorMap& map_q, const CUtensorM
         limit[i] = 0;
         lse[i] = 0.f;
         if (at >= num_visits) continue;
-        int slot = item.block;
-        if (params.entries) {
-          const std::uint32_t entry = params.entries[item.begin + first + at];
-          token[i] = static_cast<int>(entry >> kSlotBits);
-          slot = static_cast<int>(entry & ((1u << kSlotBits) - 1));
-        } else {
-          token[i] = item.begin + first + at;
-        }
+        const int2 taken = item_visit(params.entries, item, first + at);
+        token[i] = taken.x;
         const int pair = token[i] * params.num_groups + item.group;
-        visit[i] = pair * params.slots + slot;
+        visit[i] = pair * params.slots + taken.y;
         limit[i] = min(token[i] + to_visible, live_keys);
         lse[i] = params.lse[pair];
       }

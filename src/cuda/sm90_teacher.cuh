@@ -72,15 +72,9 @@ __device__ inline void teacher_produce(const CUtensorMap& map_q, const CUtensorM
   const int tokens = Traits::kRows >> params.log_group, token_bytes = 128 << params.log_group;  // per stage; per half tile
   int stage_count = 0;
   for (int round = 0;; ++round) {
-    int index = 0;
-    if (lane == 0) index = atomicAdd(params.next_item, 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
-    AttendItem item{};
-    Sequence sequence{};
-    if (index < num_items) {
-      item = params.items[index];
-      params.batch.load<false>(item.seq, &sequence);
-    }
+    AttendItem item;
+    Sequence sequence;
+    take_item(params.batch, params.items, num_items, params.next_item, &item, &sequence);
     if (lane == 0) {
       const int k = round % 2;
       if (round >= 2) ptx::mbarrier_wait(&k_empty[k], (round / 2 - 1) & 1);
@@ -108,15 +102,8 @@ __device__ inline void teacher_produce(const CUtensorMap& map_q, const CUtensorM
         const int at = i * 32 + lane;
         visit[i] = int2{-1, -1};
         if (at >= num_tokens) continue;
-        int slot = item.block;
-        if (params.entries) {
-          const std::uint32_t entry = params.entries[item.begin + first + at];
-          visit[i].x = static_cast<int>(entry >> kSlotBits);
-          slot = static_cast<int>(entry & ((1u << kSlotBits) - 1));
-        } else {
-          visit[i].x = item.begin + first + at;
-        }
-        visit[i].y = (visit[i].x * params.num_groups + item.group) * params.slots + slot;
+        visit[i] = item_visit(params.entries, item, first + at);
+        visit[i].y += (visit[i].x * params.num_groups + item.group) * params.slots;
       }
       if (stage_count >= kStages) ptx::mbarrier_wait(&empty[s], (stage_count / kStages - 1) & 1);
 #pragma unroll

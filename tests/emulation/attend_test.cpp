@@ -56,15 +56,7 @@ TEST_P(EmulatedAttend, InvertedListsThatBreakTheRulesAreReported) {
 // Sequences that overlap by broken offsets would have more blocks than the scratch has room for.
 TEST_P(EmulatedAttend, OverlappingSequencesStayInBounds) {
   Rng rng(4);
-  Layout layout;
-  layout.seqlens_q = layout.seqlens_k = std::vector<std::int32_t>(8, 100);
-  Problem problem(make_config(2, 1, 64, 64, 64, 2), layout, DType::kBF16, rng);
-  for (std::size_t seq = 1; seq < 8; ++seq) problem.cu_seqlens_k[seq] = seq % 2 == 1 ? 800 : 0;
-  Tensor block_ids(DType::kI32, {800, 2, 2});
-  for (std::int64_t row = 0; row < 1600; ++row) {
-    const double ids[] = {static_cast<double>(row % 12), 12.0};
-    block_ids.set_row(row, ids);
-  }
+  const auto [problem, block_ids] = overlapping_sequences(64, rng);
   EXPECT_THROW(emulated_sparse_attention(problem, block_ids), Error);
 }
 

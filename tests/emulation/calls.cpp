@@ -7,6 +7,7 @@
 
 #include "cuda/cuda.hpp"
 #include "cuda/device.hpp"
+#include "support/cases.hpp"
 
 namespace openmsa::test {
 namespace {
@@ -18,6 +19,19 @@ std::vector<std::int64_t> head_shape(const Problem& problem, std::int64_t tokens
 }
 
 }  // namespace
+
+OverlappingSequences overlapping_sequences(std::int32_t dim, Rng& rng) {
+  Layout layout;
+  layout.seqlens_q = layout.seqlens_k = std::vector<std::int32_t>(8, 100);
+  OverlappingSequences result{Problem(make_config(2, 1, dim, dim, 64, 2), layout, DType::kBF16, rng),
+                              Tensor(DType::kI32, {800, 2, 2})};
+  for (std::size_t seq = 1; seq < 8; ++seq) result.problem.cu_seqlens_k[seq] = seq % 2 == 1 ? 800 : 0;
+  for (std::int64_t row = 0; row < 1600; ++row) {
+    const double ids[] = {static_cast<double>(row % 12), 12.0};
+    result.block_ids.set_row(row, ids);
+  }
+  return result;
+}
 
 core::Geometry gpu_geometry(const Problem& problem) {
   const Batch batch = problem.batch();

@@ -15,6 +15,14 @@ struct EmulatedKernel {
   void (*reserve)(const Params&);
 };
 
+// Eight sequences of 100 tokens whose broken key offsets make every other one span all 800 keys: more blocks, and lists into them, than
+// sound offsets could have.
+struct OverlappingSequences {
+  Problem problem;
+  Tensor block_ids;
+};
+OverlappingSequences overlapping_sequences(std::int32_t dim, Rng& rng);
+
 core::Geometry gpu_geometry(const Problem& problem);
 MsaConfig gpu_config(const Problem& problem);  // with the defaults filled in
 

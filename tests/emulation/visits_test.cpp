@@ -328,15 +328,9 @@ TEST_F(VisitsTest, BrokenSequencesHaveNoVisits) {
 // Sequences that overlap by broken offsets would have more blocks and items than there is room for.
 TEST_F(VisitsTest, OverlappingSequencesStayInBounds) {
   Rng rng(10);
-  Layout layout;
-  layout.seqlens_q = layout.seqlens_k = std::vector<std::int32_t>(8, 100);
-  Problem problem(make_config(2, 1, 16, 16, 64, 2), layout, DType::kBF16, rng);
-  for (std::size_t seq = 1; seq < 8; ++seq) problem.cu_seqlens_k[seq] = seq % 2 == 1 ? 800 : 0;
-  Tensor block_ids(DType::kI32, {800, 2, 2});
-  for (std::int64_t row = 0; row < 1600; ++row) {
-    const double ids[] = {static_cast<double>(row % 12), 12.0};
-    block_ids.set_row(row, ids);
-  }
+  const OverlappingSequences broken = overlapping_sequences(16, rng);
+  const Problem& problem = broken.problem;
+  const Tensor& block_ids = broken.block_ids;
   const core::Geometry geo = gpu_geometry(problem);
   for (const bool every_block : {true, false}) {
     expect_fault("batch.cu_seqlens_k", [&] {
