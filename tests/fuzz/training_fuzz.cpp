@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/cpu.hpp"
 #include "world.hpp"
 
 namespace openmsa::fuzz {
@@ -164,20 +163,8 @@ void require_same(const World::TrainingResults& a, const World::TrainingResults&
 }
 
 void compare(Input& input, World& world) {
-  // The widest instructions of this machine, or AVX2 where it has that.
-  const char* const simd = input.flag() ? "best" : "avx2";
-  if (!runs([&] { cpu::limit_simd_target(simd); })) cpu::limit_simd_target("best");
-
-  MsaConfig& config = world.config;
-  config.num_kv_heads = input.range(1, 3);
-  config.num_q_heads = config.num_kv_heads * (input.flag() ? input.range(1, 9) : 1);
-  config.head_dim = 16 * input.range(1, 5);
-  config.index_dim = 16 * input.range(1, 5);
-  config.block_size = 16 * input.range(1, 4);
-  config.top_k = input.range(1, 20);
-  config.num_local_blocks = input.range(0, std::min(config.top_k, 3));
-  config.num_init_blocks = input.range(0, std::min(config.top_k - config.num_local_blocks, 2));
-  world.dtype = input.flag() ? DType::kF32 : input.flag() ? DType::kBF16 : DType::kF16;
+  world.choose_cpu_sizes(input);
+  const MsaConfig& config = world.config;
   const std::int64_t num_tokens = input.flag() ? input.range(0, 255) : 0;
   const bool deterministic = input.flag(), sparse = input.flag();
   const bool large = input.byte() % 8 == 7;

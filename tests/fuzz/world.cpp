@@ -4,6 +4,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "cpu/cpu.hpp"
+
 namespace openmsa::fuzz {
 namespace {
 
@@ -39,6 +41,22 @@ void Buffer::set(std::int64_t i, double value) {
     case DType::kF16: return store(address, Float16(static_cast<float>(value)));
     case DType::kI32: return store(address, static_cast<std::int32_t>(value));
   }
+}
+
+void World::choose_cpu_sizes(Input& input) {
+  // The widest instructions of this machine, or AVX2 where it has that.
+  const char* const simd = input.flag() ? "best" : "avx2";
+  if (!runs([&] { cpu::limit_simd_target(simd); })) cpu::limit_simd_target("best");
+
+  config.num_kv_heads = input.range(1, 3);
+  config.num_q_heads = config.num_kv_heads * (input.flag() ? input.range(1, 9) : 1);
+  config.head_dim = 16 * input.range(1, 5);
+  config.index_dim = 16 * input.range(1, 5);
+  config.block_size = 16 * input.range(1, 4);
+  config.top_k = input.range(1, 20);
+  config.num_local_blocks = input.range(0, std::min(config.top_k, 3));
+  config.num_init_blocks = input.range(0, std::min(config.top_k - config.num_local_blocks, 2));
+  dtype = input.flag() ? DType::kF32 : input.flag() ? DType::kBF16 : DType::kF16;
 }
 
 void World::choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max_keys, std::int32_t max_queries) {

@@ -53,6 +53,8 @@ struct World {
     Buffer d_q, d_k, d_v, loss, d_q_idx, d_k_idx;
   };
 
+  // SIMD target, sizes and dtype within what the CPU engine takes.
+  void choose_cpu_sizes(Input& input);
   // Lengths, positions and page numbers, all valid, up to the given numbers of sequences, and of keys and queries in each.
   void choose_lengths(Input& input, std::int32_t max_seqs, std::int32_t max_keys, std::int32_t max_queries);
   // Halves the queries of every sequence until query heads * head dim * (query, key) pairs are at most `most`: each factor may be
