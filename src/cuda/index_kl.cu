@@ -21,7 +21,7 @@ struct Scratch {
   Visits visits;
   std::int32_t log_group;
   float* rows;              // [chunk + 1, Hkv, 2, Gp]
-  float* teacher;           // [chunk, Hkv, slots, Bk]
+  float* teacher;           // [chunk * Hkv * slots, Bk]: see teacher_row()
   float* partial_lse;       // [chunk, Hkv, slots]
   float* lse;               // [chunk, Hkv]
   float* item_loss;         // [max_items, Bk / 16]
@@ -72,6 +72,10 @@ CUtensorMap row_map(const TensorView& view, std::int32_t dim, std::int32_t box_h
                          {64, box_heads, 1});
 }
 
+IndexQueries index_queries(const core::IndexKlParams& params) {
+  return {params.q_idx.data, params.q_idx.stride[0], params.q_idx.stride[1], params.config.index_dim};
+}
+
 // Instances for 64 and 128 dims: between them, what is missing reads as zeros.
 template <typename F>
 void with_instance(DType dtype, std::int32_t dim, std::int32_t block_size, F&& f) {
@@ -93,7 +97,9 @@ void launch_teacher(const core::IndexKlParams& params, const Scratch& s, std::in
   teacher.next_item = s.visits.next_item + (kStudent ? 1 : 0);
   teacher.entries = s.visits.entries;
   teacher.rows = s.rows;
+  if (kStudent) teacher.queries = index_queries(params);
   teacher.out = kStudent ? s.partial_lse : s.teacher;
+  teacher.chunk = static_cast<std::int32_t>(s.visits.chunk);
   teacher.chunk_begin = chunk_begin;
   teacher.num_groups = config.num_kv_heads;
   teacher.slots = s.visits.slots;
@@ -120,6 +126,7 @@ void launch_student(const core::IndexKlParams& params, const Scratch& s, std::in
   student.num_items = s.visits.num_items;
   student.next_item = s.visits.next_item + 2;
   student.entries = s.visits.entries;
+  student.queries = index_queries(params);
   student.teacher = s.teacher;
   student.lse = s.lse;
   student.item_loss = s.item_loss;
@@ -128,16 +135,16 @@ void launch_student(const core::IndexKlParams& params, const Scratch& s, std::in
   student.shared = s.shared;
   student.max_item = s.visits.max_item;
   student.chunk_begin = chunk_begin;
+  student.chunk = static_cast<std::int32_t>(s.visits.chunk);
   student.num_groups = config.num_kv_heads;
   student.slots = s.visits.slots;
   student.index_dim = config.index_dim;
   student.scale_log2 = static_cast<float>(config.effective_index_scale() * kLog2E);
-  const CUtensorMap map_q = row_map(params.q_idx, config.index_dim, 1);
   const CUtensorMap map_k = key_map(params.k_idx, params.geo, config.index_dim, 1);
   with_instance(params.q.dtype, config.index_dim, config.block_size, [&](auto element, auto bound, auto block) {
     using Traits = StudentTraits<decltype(element), bound.value, block.value, kGradients>;
     launch(sm90_student_kernel<Traits>, dim3(num_multiprocessors()), Traits::kThreads, Traits::kSmemBytes, params.context.stream,
-           Order::kAfter, map_q, map_k, student);
+           Order::kAfter, map_k, student);
   });
 }
 

@@ -5,6 +5,9 @@
 
 #include "cuda/lists.hpp"
 #include "cuda/params.hpp"
+#if defined(__CUDACC__) || defined(OPENMSA_EMULATED)
+#include "cuda/ptx/barrier.cuh"
+#endif
 
 namespace openmsa::cuda {
 
@@ -28,19 +31,29 @@ __device__ __forceinline__ bool item_shared(const AttendItem* items, int index, 
   return item_continues(items, index) || (index + 1 < num_items && item_continues(items, index + 1));
 }
 
-// The next item for a warp, all of whose lanes call this, and its sequence; an item of count 0 where there is none. Its index.
-__device__ __forceinline__ int take_item(const BatchParams& batch, const AttendItem* items, int num_items, std::int32_t* next_item,
-                                         AttendItem* item, Sequence* sequence) {
-  int index = 0;
-  if (threadIdx.x % 32 == 0) index = atomicAdd(next_item, 1);
-  index = __shfl_sync(0xffffffffu, index, 0);
-  *item = AttendItem{};
-  *sequence = Sequence{};
-  if (index < num_items) {
-    *item = items[index];
-    batch.load<false>(item->seq, sequence);
+// How the warps of a producer warpgroup share the walk over the items: the last warp takes an item from the counter, when the others
+// have nothing left to load of the one before, and tells it through shared memory; it then loads the block's keys, while the others
+// load a stage each in turn. One warp alone is a chain of about 1,300 cycles a stage, longer than the consumers take.
+struct ItemFeed {
+  AttendItem item;
+  std::int32_t index;
+};
+inline constexpr int kProducerThreads = 128, kItemWarp = 3, kFeedBarrier = 15;
+
+// The next item, for all threads of the producer warpgroup, and its sequence; an item of count 0 where there is none. Its index.
+__device__ __forceinline__ int take_item(ItemFeed* feed, const BatchParams& batch, const AttendItem* items,
+                                         const std::int32_t* num_items, std::int32_t* next_item, AttendItem* item,
+                                         Sequence* sequence) {
+  ptx::named_barrier(kFeedBarrier, kProducerThreads);
+  if (threadIdx.x == kItemWarp * 32) {
+    const int index = atomicAdd(next_item, 1);
+    *feed = {index < *num_items ? items[index] : AttendItem{}, index};
   }
-  return index;
+  ptx::named_barrier(kFeedBarrier, kProducerThreads);
+  *item = feed->item;
+  *sequence = Sequence{};
+  if (item->count > 0) batch.load<false>(item->seq, sequence);
+  return feed->index;
 }
 
 // Visit `at` of an item: x its token of the chunk, y its slot. `entries` as Visits has them; null: every block.

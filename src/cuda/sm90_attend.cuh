@@ -1,7 +1,8 @@
 // sparse_attention for Hopper, keys outermost: each block of keys meets the query tokens that chose it.
 //
-// Roles       warp 0 producer (lists, TMA), warps 1-3 idle, warps 4-15 three consumer warpgroups; a stage of 64/Gp tokens x Gp heads =
-//             64 rows goes to one warpgroup (Gp: G rounded up to a power of two).
+// Roles       warps 0-2 producers of a stage each in turn (lists, TMA), warp 3 takes items and loads their keys, warps 4-15 three
+//             consumer warpgroups; a stage of 64/Gp tokens x Gp heads = 64 rows goes to one warpgroup (Gp: G rounded up to a power
+//             of two).
 // Pipeline    K and V of the item's block resident (separate barriers, so the next K loads under the last P V); Q in a ring of
 //             kStages tiles. One block means one softmax, no rescaling; its normalised result goes back through the Q tile it came
 //             from to the slot this block has in the token's own list: no atomics, bitwise repeatable.
@@ -12,7 +13,7 @@
 // Empty       an item of count 0 is never listed; rows of absent tokens compute on stale Q and store nothing.
 #pragma once
 
-#include "cuda/lists.hpp"
+#include "cuda/items.hpp"
 #include "cuda/params.hpp"
 #include "cuda/ptx/convert.cuh"
 #include "cuda/ptx/register.cuh"
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   std::uint64_t* v_full = k_empty + 1;
   std::uint64_t* v_empty = v_full + 1;
   auto* item_slot = reinterpret_cast<AttendItem*>(v_empty + 1);
-  auto* stage_entries = reinterpret_cast<std::uint32_t*>(item_slot + 1);  // [kStages][kRows]
+  auto* feed = reinterpret_cast<ItemFeed*>(item_slot + 1);
+  auto* stage_entries = reinterpret_cast<std::uint32_t*>(feed + 1);  // [kStages][kRows]
   constexpr std::uint32_t kNoToken = 0xffffffffu;
 
   if (threadIdx.x == 0) {
@@ -92,66 +94,66 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warpgroup = warp_index / 4;
   if (warpgroup == 0) {
     ptx::shrink_registers<Traits::kProducerRegisters>();
-    if (threadIdx.x >= 32) return;
-    const int num_items = *params.num_items;
+    const int tokens = Traits::kRows >> params.log_group, token_bytes = 128 << params.log_group;  // per stage; per half tile
     int stage_count = 0;
     for (int round = 0;; ++round) {
-      int index = 0;
-      if (lane == 0) index = atomicAdd(params.next_item, 1);
-      index = __shfl_sync(0xffffffffu, index, 0);
-      const bool done = index >= num_items;
-      AttendItem item{};
-      if (!done) item = params.items[index];
-      if (lane == 0) {
-        if (round > 0) ptx::mbarrier_wait(k_empty, (round - 1) & 1);
-        if (done) item.count = 0;
-        *item_slot = item;
-        if (done) {
-          ptx::mbarrier_arrive(k_full);
-        } else {
-          Sequence sequence;
-          params.batch.load<false>(item.seq, &sequence);
-          // Checked where the lists were; an id outside the pool reads as zeros.
-          const int page = sequence.pages ? sequence.pages[item.block] : 0;
-          const int token = sequence.pages ? 0 : sequence.key_begin + item.block * kBlock;
-          ptx::mbarrier_arrive_expect(k_full, kHalves * Traits::kBoxBytesKv);
-          for (int h = 0; h < kHalves; ++h) {
-            ptx::tma_load_4d(smem_k + h * Traits::kBoxBytesKv, &map_k, k_full, h * 64, token, item.group, page);
+      AttendItem item;
+      Sequence sequence;
+      take_item(feed, params.batch, params.items, params.num_items, params.next_item, &item, &sequence);
+      if (warp_index == kItemWarp) {
+        if (lane == 0) {
+          if (round > 0) ptx::mbarrier_wait(k_empty, (round - 1) & 1);
+          *item_slot = item;
+          if (item.count == 0) {
+            ptx::mbarrier_arrive(k_full);
+          } else {
+            // Checked where the lists were; an id outside the pool reads as zeros.
+            const int page = sequence.pages ? sequence.pages[item.block] : 0;
+            const int token = sequence.pages ? 0 : sequence.key_begin + item.block * kBlock;
+            ptx::mbarrier_arrive_expect(k_full, kHalves * Traits::kBoxBytesKv);
+            for (int h = 0; h < kHalves; ++h) {
+              ptx::tma_load_4d(smem_k + h * Traits::kBoxBytesKv, &map_k, k_full, h * 64, token, item.group, page);
+            }
+            if (round > 0) ptx::mbarrier_wait(v_empty, (round - 1) & 1);
+            ptx::mbarrier_arrive_expect(v_full, kHalves * Traits::kBoxBytesKv);
+            for (int h = 0; h < kHalves; ++h) {
+              ptx::tma_load_4d(smem_v + h * Traits::kBoxBytesKv, &map_v, v_full, h * 64, token, item.group, page);
+            }
           }
-          if (round > 0) ptx::mbarrier_wait(v_empty, (round - 1) & 1);
-          ptx::mbarrier_arrive_expect(v_full, kHalves * Traits::kBoxBytesKv);
-          for (int h = 0; h < kHalves; ++h) {
-            ptx::tma_load_4d(smem_v + h * Traits::kBoxBytesKv, &map_v, v_full, h * 64, token, item.group, page);
+        }
+        __syncwarp();
+      }
+      if (item.count == 0) return;
+      const int num_stages = (item.count + tokens - 1) / tokens;
+      if (warp_index < Traits::kConsumers) {
+        const std::uint32_t* entries = params.entries + item.begin;
+        // As the consumers: stages go round the warps across items, so that a stage's slot is always the same one's.
+        for (int n = (warp_index + Traits::kConsumers - stage_count % Traits::kConsumers) % Traits::kConsumers; n < num_stages;
+             n += Traits::kConsumers) {
+          const int count = stage_count + n, s = count % kStages, first = n * tokens, num_tokens = min(tokens, item.count - first);
+          std::uint32_t entry[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) entry[i] = i * 32 + lane < num_tokens ? entries[first + i * 32 + lane] : kNoToken;
+          if (count >= kStages) ptx::mbarrier_wait(&q_empty[s], (count / kStages - 1) & 1);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (i * 32 + lane < tokens) stage_entries[s * Traits::kRows + i * 32 + lane] = entry[i];
+          }
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive_expect(&q_full[s], num_tokens * kHalves * token_bytes);
+          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (entry[i] == kNoToken) continue;
+            for (int h = 0; h < kHalves; ++h) {
+              ptx::tma_load_3d(smem_q + s * Traits::kStageBytes + h * Traits::kBoxBytesQ + (i * 32 + lane) * token_bytes, &map_q,
+                               &q_full[s], h * 64, item.group * params.group_size,
+                               params.chunk_begin + static_cast<int>(entry[i] >> kSlotBits));
+            }
           }
         }
       }
-      __syncwarp();
-      if (done) return;
-      const std::uint32_t* entries = params.entries + item.begin;
-      const int tokens = Traits::kRows >> params.log_group, token_bytes = 128 << params.log_group;  // per stage; per half tile
-      for (int first = 0; first < item.count; first += tokens, ++stage_count) {
-        const int s = stage_count % kStages, num_tokens = min(tokens, item.count - first);
-        std::uint32_t entry[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) entry[i] = i * 32 + lane < num_tokens ? entries[first + i * 32 + lane] : kNoToken;
-        if (stage_count >= kStages) ptx::mbarrier_wait(&q_empty[s], (stage_count / kStages - 1) & 1);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (i * 32 + lane < tokens) stage_entries[s * Traits::kRows + i * 32 + lane] = entry[i];
-        }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive_expect(&q_full[s], num_tokens * kHalves * token_bytes);
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (entry[i] == kNoToken) continue;
-          for (int h = 0; h < kHalves; ++h) {
-            ptx::tma_load_3d(smem_q + s * Traits::kStageBytes + h * Traits::kBoxBytesQ + (i * 32 + lane) * token_bytes, &map_q,
-                             &q_full[s], h * 64, item.group * params.group_size,
-                             params.chunk_begin + static_cast<int>(entry[i] >> kSlotBits));
-          }
-        }
-      }
+      stage_count += num_stages;
     }
   }
 

@@ -1,8 +1,8 @@
 // Backward of sparse and dense attention for Hopper, keys outermost: each block of keys meets the query tokens that visit it. dK and
 // dV of the block stay in registers for the whole work item; dQ goes, a visit at a time, to the visit's own slot.
 //
-// Roles       warp 0 producer (lists, rows, TMA), warps 1-3 idle, then a consumer warpgroup for every 64 keys of the block. A stage
-//             is 64 rows = 64/Gp tokens x Gp heads (Gp: G rounded up to a power of two); all consumers work on the same one.
+// Roles       warps 0-2 producers of a stage each in turn (lists, rows, TMA), warp 3 takes items and loads their keys and values,
+//             then a consumer warpgroup for every 64 keys of the block. A stage is 64 rows = 64/Gp tokens x Gp heads (Gp: G rounded up to a power of two); all consumers work on the same one.
 // Products    S^T = K Q^T and dP^T = V dO^T (64 keys x 64 rows a warpgroup), P^T and dS^T in registers are at once the A operands of
 //             dV += P^T dO and dK += dS^T Q; dS goes through shared memory for dQ = dS K, 64 rows x the dims of this warpgroup.
 // Pipeline    K and V of the item resident; Q and dO in a ring of kStages; S^T of the next stage is under way while dQ of this one is
@@ -85,47 +85,52 @@ template <typename Traits>
 __device__ inline void backward_produce(const CUtensorMap& map_q, const CUtensorMap& map_d_out, const CUtensorMap& map_k,
                                         const CUtensorMap& map_v, const BackwardParams& params, unsigned char* smem_k,
                                         unsigned char* smem_stages, BackwardRows* stage_rows, std::int32_t* stage_masked,
-                                        BackwardItem* item_slot, std::uint64_t* full, std::uint64_t* empty, std::uint64_t* kv_full,
-                                        std::uint64_t* kv_empty) {
+                                        BackwardItem* item_slot, ItemFeed* feed, std::uint64_t* full, std::uint64_t* empty,
+                                        std::uint64_t* kv_full, std::uint64_t* kv_empty, int warp) {
   constexpr int kHalves = Traits::kHalves, kStages = Traits::kStages, kBlock = Traits::kBlock;
-  const int lane = threadIdx.x % 32, num_items = *params.num_items;
+  const int lane = threadIdx.x % 32;
   const int tokens = Traits::kRows >> params.log_group, token_bytes = 128 << params.log_group;  // per stage; per half tile
   int stage_count = 0;
   for (int round = 0;; ++round) {
     AttendItem item;
     Sequence sequence;
-    const int index = take_item(params.batch, params.items, num_items, params.next_item, &item, &sequence);
+    const int index = take_item(feed, params.batch, params.items, params.num_items, params.next_item, &item, &sequence);
     const int live_keys = min(sequence.seqlen_k - item.block * kBlock, kBlock);
-    if (lane == 0) {
-      if (round > 0) ptx::mbarrier_wait(kv_empty, (round - 1) & 1);
-      if (index < num_items) {
-        const bool shared = item_shared(params.items, index, num_items);
-        *item_slot = {item.count, live_keys,
-                      shared ? shared_slot(item.begin, params.max_item, !item_continues(params.items, index)) : -1,
-                      std::int64_t{item.group} * params.batch.total_k + sequence.key_begin + item.block * kBlock};
-        const int token = sequence.key_begin + item.block * kBlock;
-        ptx::mbarrier_arrive_expect(kv_full, 2 * kHalves * Traits::kBoxBytesKv);
-        for (int h = 0; h < kHalves; ++h) {
-          ptx::tma_load_4d(smem_k + h * Traits::kBoxBytesKv, &map_k, kv_full, h * 64, token, item.group, 0);
-          ptx::tma_load_4d(smem_k + (kHalves + h) * Traits::kBoxBytesKv, &map_v, kv_full, h * 64, token, item.group, 0);
+    if (warp == kItemWarp) {
+      if (lane == 0) {
+        if (round > 0) ptx::mbarrier_wait(kv_empty, (round - 1) & 1);
+        if (item.count > 0) {
+          const bool shared = item_shared(params.items, index, *params.num_items);
+          *item_slot = {item.count, live_keys,
+                        shared ? shared_slot(item.begin, params.max_item, !item_continues(params.items, index)) : -1,
+                        std::int64_t{item.group} * params.batch.total_k + sequence.key_begin + item.block * kBlock};
+          const int token = sequence.key_begin + item.block * kBlock;
+          ptx::mbarrier_arrive_expect(kv_full, 2 * kHalves * Traits::kBoxBytesKv);
+          for (int h = 0; h < kHalves; ++h) {
+            ptx::tma_load_4d(smem_k + h * Traits::kBoxBytesKv, &map_k, kv_full, h * 64, token, item.group, 0);
+            ptx::tma_load_4d(smem_k + (kHalves + h) * Traits::kBoxBytesKv, &map_v, kv_full, h * 64, token, item.group, 0);
+          }
+        } else {
+          item_slot->count = 0;
+          ptx::mbarrier_arrive(kv_full);
         }
-      } else {
-        item_slot->count = 0;
-        ptx::mbarrier_arrive(kv_full);
       }
+      __syncwarp();
     }
-    __syncwarp();
-    if (index >= num_items) return;
+    if (item.count == 0) return;
 
     const int to_visible = params.chunk_begin - sequence.query_begin + sequence.first_position + 1 - item.block * kBlock;
-    for (int first = 0; first < item.count; first += tokens, ++stage_count) {
-      const int s = stage_count % kStages;
+    const int num_stages = (item.count + tokens - 1) / tokens;
+    // Stages go round the warps across items, so that a stage's slot is always the same one's.
+    const int first_stage = warp == kItemWarp ? num_stages : (warp + kStages - stage_count % kStages) % kStages;
+    for (int n = first_stage; n < num_stages; n += kStages) {
+      const int count = stage_count + n;
       // Two rows a lane. Everything is fetched before the wait for the stage.
       int token[2], slot[2], limit[2];
       float lse[2], delta[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = i * 32 + lane, at = first + (row >> params.log_group), head = row & ((1 << params.log_group) - 1);
+        const int row = i * 32 + lane, at = n * tokens + (row >> params.log_group), head = row & ((1 << params.log_group) - 1);
         token[i] = -1;
         slot[i] = -1;
         limit[i] = kBlock;
@@ -142,20 +147,20 @@ __device__ inline void backward_produce(const CUtensorMap& map_q, const CUtensor
         delta[i] = values[1 << params.log_group];
       }
       const bool masked = __any_sync(0xffffffffu, min(limit[0], limit[1]) < kBlock);
-      if (stage_count >= kStages) ptx::mbarrier_wait(&empty[s], (stage_count / kStages - 1) & 1);
+      if (count >= kStages) ptx::mbarrier_wait(&empty[warp], (count / kStages - 1) & 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = i * 32 + lane;
-        stage_rows[s].lse[row] = lse[i];
-        stage_rows[s].delta[row] = delta[i];
-        stage_rows[s].limit[row] = limit[i];
-        stage_rows[s].slot[row] = slot[i];
+        stage_rows[warp].lse[row] = lse[i];
+        stage_rows[warp].delta[row] = delta[i];
+        stage_rows[warp].limit[row] = limit[i];
+        stage_rows[warp].slot[row] = slot[i];
       }
-      if (lane == 0) stage_masked[s] = masked;
+      if (lane == 0) stage_masked[warp] = masked;
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive_expect(&full[s], Traits::kStageBytes);
+      if (lane == 0) ptx::mbarrier_arrive_expect(&full[warp], Traits::kStageBytes);
       __syncwarp();
-      unsigned char* stage = smem_stages + s * Traits::kStageBytes;
+      unsigned char* stage = smem_stages + warp * Traits::kStageBytes;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = i * 32 + lane;
@@ -164,12 +169,13 @@ __device__ inline void backward_produce(const CUtensorMap& map_q, const CUtensor
         const int packed = token[i] < 0 ? params.batch.total_q : params.chunk_begin + token[i];
         unsigned char* rows = stage + (row >> params.log_group) * token_bytes;
         for (int h = 0; h < kHalves; ++h) {
-          ptx::tma_load_3d(rows + h * Traits::kBoxBytesQ, &map_q, &full[s], h * 64, item.group * params.group_size, packed);
-          ptx::tma_load_3d(rows + (kHalves + h) * Traits::kBoxBytesQ, &map_d_out, &full[s], h * 64, item.group * params.group_size,
-                           packed);
+          ptx::tma_load_3d(rows + h * Traits::kBoxBytesQ, &map_q, &full[warp], h * 64, item.group * params.group_size, packed);
+          ptx::tma_load_3d(rows + (kHalves + h) * Traits::kBoxBytesQ, &map_d_out, &full[warp], h * 64,
+                           item.group * params.group_size, packed);
         }
       }
     }
+    stage_count += num_stages;
   }
 }
 
@@ -192,7 +198,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   std::uint64_t* kv_full = empty + kStages;
   std::uint64_t* kv_empty = kv_full + 1;
   auto* item_slot = reinterpret_cast<BackwardItem*>(kv_empty + 1);
-  auto* stage_masked = reinterpret_cast<std::int32_t*>(item_slot + 1);
+  auto* feed = reinterpret_cast<ItemFeed*>(item_slot + 1);
+  auto* stage_masked = reinterpret_cast<std::int32_t*>(feed + 1);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
@@ -208,10 +215,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warp_index = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp_index < 4) {
     ptx::shrink_registers<Traits::kProducerRegisters>();
-    if (warp_index == 0) {
-      backward_produce<Traits>(map_q, map_d_out, map_k, map_v, params, smem_k, smem_stages, stage_rows, stage_masked, item_slot,
-                               full, empty, kv_full, kv_empty);
-    }
+    backward_produce<Traits>(map_q, map_d_out, map_k, map_v, params, smem_k, smem_stages, stage_rows, stage_masked, item_slot, feed,
+                             full, empty, kv_full, kv_empty, warp_index);
     return;
   }
 

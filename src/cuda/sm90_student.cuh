@@ -1,18 +1,18 @@
 // The student meets the teacher, for Hopper, keys outermost: the index branch's KL loss and its gradients. d_k_idx of a block stays in
 // registers for the whole work item; d_q_idx goes, a visit at a time, to the visit's own slot.
 //
-// Roles       warp 0 producer (lists, TMA), warps 1-3 idle, then a consumer warpgroup for every 64 keys of the block. A stage is 64
-//             visits; all consumers work on the same one.
+// Roles       warps 0-2 producers of a stage each in turn, warp 3 takes items and loads their keys, then a consumer warpgroup for
+//             every 64 keys of the block. A stage is 64 visits; all consumers work on the same one.
 // Products    S^T = K_idx Q_idx^T (64 keys x 64 visits a warpgroup); D^T = P_idx - teacher is at once the A operand of
 //             d_k_idx += D^T Q_idx, and goes through shared memory for d_q_idx = D K_idx, 64 visits x the dims of this warpgroup.
-// Pipeline    K_idx of the item resident, its load behind that of the item's first stage; q_idx and the teacher's rows in a ring of
-//             kStages; S^T of the next stage is under way while d_q_idx of this one is stored. D alternates between two tiles, so that
+// Pipeline    K_idx of the item resident; q_idx (through registers) and the teacher's rows (one bulk copy) in a ring of kStages; S^T of the next stage is under way while d_q_idx of this one is stored. D alternates between two tiles, so that
 //             one barrier a stage is enough. After that barrier nobody reads the stage's teacher, whose place d_q_idx passes through
 //             on its way to global memory.
-// Shared      K_idx halves x kBlock x 128 B | stages (q_idx halves x 64 x 128 B, teacher 64 x (kBlock + 4) fp32: rows 4 banks apart)
+// Shared      K_idx halves x kBlock x 128 B | stages (q_idx halves x 64 x 128 B, teacher 64 x kBlock fp32)
 //             | D 2 x consumers x 64 x 128 B | rows: lse, limit, visit of each stage row | item, barriers
-// Barriers    k_full 1 (TMA), k_empty 4 a consumer (a warp each); full[s] 1 (TMA), empty[s] 4 a consumer
-// Registers   producer 40, consumers 232: d_k_idx 64, S 32, D as operand 16, d_q_idx 32
+// Barriers    k_full 1 (TMA), k_empty 4 a consumer (a warp each); full[s] 2 (TMA, a producer warp), empty[s] 4 a
+//             consumer
+// Registers   producers 56, consumers 224: d_k_idx 64, S 32, D as operand 16, d_q_idx 32
 // Bytes       4 * kBlock + 4 * Di a visit: bound by memory, 1.5 times the products' time
 // Empty       an item of count 0 ends the walk; rows without a visit read zeros, see no key (hence D = 0, whatever their teacher holds)
 //             and store nothing.
@@ -21,6 +21,7 @@
 #include <cfloat>
 #include <cstddef>
 
+#include "cuda/index_rows.cuh"
 #include "cuda/items.hpp"
 #include "cuda/key_store.cuh"
 #include "cuda/ptx/convert.cuh"
@@ -28,6 +29,7 @@
 #include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/teacher_rows.cuh"
 
 namespace openmsa::cuda {
 
@@ -37,7 +39,8 @@ struct StudentParams {
   const std::int32_t* num_items;  // [1]
   std::int32_t* next_item;        // [1], zero at launch
   const std::uint32_t* entries;   // as Visits has them; null: every block
-  const float* teacher;           // [chunk tokens, Hkv, slots, Bk]
+  IndexQueries queries;           // q_idx
+  const float* teacher;           // rows of Bk, as teacher_row() and teacher_column() have them
   const float* lse;               // [chunk tokens, Hkv]: the student's, in log2 units
   float* item_loss;               // [num_items, kBlock / 16]: sums of P * log2(P / P_idx), one a warp
   void* slots_out;                // [chunk tokens, Hkv, slots, Di] of T: d_q_idx of a visit, without its scale
@@ -45,6 +48,7 @@ struct StudentParams {
   float* shared;                  // [num_shared, Bk, Di]: the same of items whose block has several in the chunk
   std::int32_t max_item;          // tokens
   std::int32_t chunk_begin;       // first packed token of the chunk
+  std::int32_t chunk;             // query tokens of a chunk, at most
   std::int32_t num_groups;        // Hkv
   std::int32_t slots;             // of a (token, group)
   std::int32_t index_dim;         // Di, at most the instance's: what lies beyond reads as zeros and is not stored
@@ -60,14 +64,14 @@ struct StudentTraits {
   static constexpr int kHalves = kDim / 64;
   static constexpr int kRows = 64, kConsumers = kBlock / 64;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 56, kConsumerRegisters = kConsumers == 2 ? 232 : 240;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = kConsumers == 2 ? 224 : 240;
   static constexpr int kStages = 3;
   // 64 dims of d_q_idx at a time. Two warpgroups take a half of 128 dims each; of 64 dims they take whole stages in turn.
   static constexpr int kPassesQ = kConsumers == 1 ? kHalves : 1;
   static constexpr bool kInTurn = kConsumers == 2 && kHalves == 1;
   static constexpr int kBoxBytesKeys = kBlock * 128, kBoxBytesQ = kRows * 128;
   static constexpr int kKeyBytes = kHalves * kBoxBytesKeys;
-  static constexpr int kTeacherPitch = (kBlock + 4) * 4;  // bytes
+  static constexpr int kTeacherPitch = kBlock * 4;  // bytes
   static constexpr int kStageBytes = kHalves * kBoxBytesQ + kRows * kTeacherPitch;
   static_assert(kStageBytes % 1024 == 0 && kRows * kTeacherPitch >= kHalves * kBoxBytesQ);
   static constexpr int kBytesD = kConsumers * kRows * 128;  // D of a stage
@@ -91,24 +95,23 @@ struct StudentRows {
 };
 
 template <typename Traits>
-__device__ inline void student_produce(const CUtensorMap& map_q, const CUtensorMap& map_k, const StudentParams& params,
-                                       unsigned char* smem_k, unsigned char* smem_stages, StudentRows* stage_rows,
-                                       StudentItem* item_slot, std::uint64_t* full, std::uint64_t* empty, std::uint64_t* k_full,
-                                       std::uint64_t* k_empty) {
+__device__ inline void student_produce(const CUtensorMap& map_k, const StudentParams& params, unsigned char* smem_k,
+                                       unsigned char* smem_stages, StudentRows* stage_rows, StudentItem* item_slot, ItemFeed* feed,
+                                       std::uint64_t* full, std::uint64_t* empty, std::uint64_t* k_full, std::uint64_t* k_empty,
+                                       int warp) {
   constexpr int kHalves = Traits::kHalves, kStages = Traits::kStages, kBlock = Traits::kBlock;
-  const int lane = threadIdx.x % 32, num_items = *params.num_items;
+  const int lane = threadIdx.x % 32;
   int stage_count = 0;
   for (int round = 0;; ++round) {
     AttendItem item;
     Sequence sequence;
-    const int index = take_item(params.batch, params.items, num_items, params.next_item, &item, &sequence);
-    const int to_visible = params.chunk_begin - sequence.query_begin + sequence.first_position + 1 - item.block * kBlock;
+    const int index = take_item(feed, params.batch, params.items, params.num_items, params.next_item, &item, &sequence);
     const int live_keys = min(sequence.seqlen_k - item.block * kBlock, kBlock);
-    const auto load_keys = [&] {
+    if (warp == kItemWarp) {
       if (lane == 0) {
         if (round > 0) ptx::mbarrier_wait(k_empty, (round - 1) & 1);
         if (item.count > 0) {
-          const bool shared = item_shared(params.items, index, num_items);
+          const bool shared = item_shared(params.items, index, *params.num_items);
           const int key = sequence.key_begin + item.block * kBlock;
           *item_slot = {item.count, index, live_keys,
                         shared ? shared_slot(item.begin, params.max_item, !item_continues(params.items, index)) : -1,
@@ -123,14 +126,14 @@ __device__ inline void student_produce(const CUtensorMap& map_q, const CUtensorM
         }
       }
       __syncwarp();
-    };
-    if (item.count == 0) {
-      load_keys();
-      return;
     }
-
-    for (int first = 0; first < item.count; first += Traits::kRows, ++stage_count) {
-      const int s = stage_count % kStages, num_visits = min(Traits::kRows, item.count - first);
+    if (item.count == 0) return;
+    const int to_visible = params.chunk_begin - sequence.query_begin + sequence.first_position + 1 - item.block * kBlock;
+    const int num_stages = (item.count + Traits::kRows - 1) / Traits::kRows;
+    // Stages go round the warps across items, so that a stage's slot is always the same one's.
+    const int first_stage = warp == kItemWarp ? num_stages : (warp + kStages - stage_count % kStages) % kStages;
+    for (int n = first_stage; n < num_stages; n += kStages) {
+      const int count = stage_count + n, first = n * Traits::kRows, num_visits = min(Traits::kRows, item.count - first);
       // Two visits a lane. Everything is fetched before the wait for the stage.
       int token[2], visit[2], limit[2];
       float lse[2];
@@ -149,39 +152,39 @@ __device__ inline void student_produce(const CUtensorMap& map_q, const CUtensorM
         limit[i] = min(token[i] + to_visible, live_keys);
         lse[i] = params.lse[pair];
       }
-      if (stage_count >= kStages) ptx::mbarrier_wait(&empty[s], (stage_count / kStages - 1) & 1);
+      if (count >= kStages) ptx::mbarrier_wait(&empty[warp], (count / kStages - 1) & 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = i * 32 + lane;
-        stage_rows[s].lse[row] = lse[i];
-        stage_rows[s].limit[row] = limit[i];
-        stage_rows[s].visit[row] = visit[i];
+        stage_rows[warp].lse[row] = lse[i];
+        stage_rows[warp].limit[row] = limit[i];
+        stage_rows[warp].visit[row] = visit[i];
+      }
+      unsigned char* stage = smem_stages + warp * Traits::kStageBytes;
+      if (lane == 0) {
+        ptx::mbarrier_arrive_expect(&full[warp], num_visits * kBlock * 4);
+        ptx::bulk_load(
+            stage + kHalves * Traits::kBoxBytesQ,
+            params.teacher + (std::int64_t{teacher_row(params.entries, item, params.slots, params.chunk)} + first) * kBlock,
+            num_visits * kBlock * 4, &full[warp]);
       }
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive_expect(&full[s], kHalves * Traits::kBoxBytesQ + num_visits * kBlock * 4);
-      __syncwarp();
-      unsigned char* stage = smem_stages + s * Traits::kStageBytes;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = i * 32 + lane;
-        // A token beyond the last one reads as zeros.
-        const int packed = token[i] < 0 ? params.batch.total_q : params.chunk_begin + token[i];
-        for (int h = 0; h < kHalves; ++h) {
-          ptx::tma_load_3d(stage + h * Traits::kBoxBytesQ + row * 128, &map_q, &full[s], h * 64, item.group, packed);
-        }
-        if (visit[i] < 0) continue;
-        ptx::bulk_load(stage + kHalves * Traits::kBoxBytesQ + row * Traits::kTeacherPitch,
-                       params.teacher + std::int64_t{visit[i]} * kBlock, kBlock * 4, &full[s]);
+        load_index_rows<typename Traits::T, kHalves>(params.queries, item.group, token[i] < 0 ? -1 : params.chunk_begin + token[i],
+                                                     stage + i * 32 * 128, Traits::kBoxBytesQ, lane);
       }
-      if (first == 0) load_keys();
+      ptx::fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&full[warp]);
     }
+    stage_count += num_stages;
   }
 }
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    sm90_student_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
-                        const __grid_constant__ StudentParams params) {
+    sm90_student_kernel(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ StudentParams params) {
   using T = typename Traits::T;
   constexpr int kHalves = Traits::kHalves, kStages = Traits::kStages, kBlock = Traits::kBlock, kDim = Traits::kDim;
   constexpr int kConsumers = Traits::kConsumers, kRows = Traits::kRows;
@@ -194,10 +197,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   std::uint64_t* k_full = empty + kStages;
   std::uint64_t* k_empty = k_full + 1;
   auto* item_slot = reinterpret_cast<StudentItem*>(k_empty + 1);
+  auto* feed = reinterpret_cast<ItemFeed*>(item_slot + 1);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      ptx::mbarrier_init(&full[s], 1);
+      ptx::mbarrier_init(&full[s], 2);
       ptx::mbarrier_init(&empty[s], 4 * kConsumers);
     }
     ptx::mbarrier_init(k_full, 1);
@@ -209,9 +213,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warp_index = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp_index < 4) {
     ptx::shrink_registers<Traits::kProducerRegisters>();
-    if (warp_index == 0) {
-      student_produce<Traits>(map_q, map_k, params, smem_k, smem_stages, stage_rows, item_slot, full, empty, k_full, k_empty);
-    }
+    student_produce<Traits>(map_k, params, smem_k, smem_stages, stage_rows, item_slot, feed, full, empty, k_full, k_empty,
+                            warp_index);
     return;
   }
 
@@ -226,8 +229,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const std::uint64_t desc_k_rows = ptx::smem_descriptor(address_k, Traits::kBoxBytesKeys, 1024);
   constexpr std::uint32_t kToD = kStages * Traits::kStageBytes / 16;  // from the first stage, descriptor units
   const std::uint32_t rows_address = ptx::smem_address(stage_rows) + quad * 8;
-  const std::uint32_t teacher_address =
-      address_k + Traits::kKeyBytes + kHalves * Traits::kBoxBytesQ + quad * 2 * Traits::kTeacherPitch + key * 4;
+  // Of this thread's upper key; teacher_column() of the lower one, 8 on, is 8 on or 8 back.
+  const std::uint32_t teacher_address = address_k + Traits::kKeyBytes + kHalves * Traits::kBoxBytesQ +
+                                        quad * 2 * Traits::kTeacherPitch + teacher_column(2 * quad, key) * 4;
+  const int teacher_lower = quad % 2 == 0 ? 32 : -32;
   // D is stored transposed, [visit][64 keys of this warpgroup]; matrices: keys 0-7 and 8-15 of this warp's 16 at visits 0-7, then at
   // 8-15.
   const std::uint32_t d_address = ptx::smem_address(smem_d) + consumer * kRows * 128 + (lane / 16 * 8 + lane % 8) * 128 +
@@ -287,7 +292,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         float p[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          p[c] = __uint_as_float(ptx::load_shared(teacher + (8 * j + c % 2) * Traits::kTeacherPitch + c / 2 * 32));
+          p[c] = __uint_as_float(ptx::load_shared(teacher + (c < 2 ? 0 : teacher_lower) + (8 * j + c % 2) * Traits::kTeacherPitch));
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c) {

@@ -1,7 +1,7 @@
 // Key gradients: partials of items that share a block into the accumulators, and the accumulators into the result.
 //
-// Roles   share: kShareParts CTAs look at the same kShareThreads items, find those that begin a shared block, and each adds its part
-//         of the block's values item by item, so that a value has one order of additions. sum: a thread takes 8 dims of a key.
+// Roles   share: kShareParts CTAs look at the same kShareItems items, find those that begin a shared block, and each adds its part of
+//         the block's values item by item, so that a value has one order of additions. sum: a thread takes 8 dims of a key.
 // Bytes   sum: 4 * dim read and 2 * dim written a row: bound by memory
 // Empty   blocks of one item, which that item has added itself; rows past the end of the sequence, which belong to another one.
 #pragma once
@@ -11,23 +11,17 @@
 
 namespace openmsa::cuda {
 
-inline constexpr int kShareThreads = 256, kShareParts = 8, kKeySumThreads = 256;
+inline constexpr int kShareThreads = 256, kShareItems = 32, kShareParts = 16, kKeySumThreads = 256;
 
 __global__ void __launch_bounds__(kShareThreads) smxx_key_share_kernel(const __grid_constant__ KeyShareParams params) {
-  __shared__ int firsts[kShareThreads], num_firsts;
-  const int num_items = *params.num_items, base = static_cast<int>(blockIdx.x) * kShareThreads;
+  const int num_items = *params.num_items, base = static_cast<int>(blockIdx.x) * kShareItems;
   if (base >= num_items) return;
-  if (threadIdx.x == 0) num_firsts = 0;
-  __syncthreads();
-  const int index = base + static_cast<int>(threadIdx.x);
-  if (index + 1 < num_items && !item_continues(params.items, index) && item_continues(params.items, index + 1)) {
-    firsts[atomicAdd(&num_firsts, 1)] = index;
-  }
-  __syncthreads();
-
+  const int index = base + static_cast<int>(threadIdx.x % 32);
+  const bool first_shared =
+      index + 1 < num_items && !item_continues(params.items, index) && item_continues(params.items, index + 1);
   const int block_values = params.batch.block_size * params.dim;
-  for (int f = 0; f < num_firsts; ++f) {
-    const int first = firsts[f];
+  for (unsigned left = __ballot_sync(0xffffffffu, first_shared); left != 0; left &= left - 1) {
+    const int first = base + __ffs(static_cast<int>(left)) - 1;
     const AttendItem item = params.items[first];
     int end = first + 2;
     while (end < num_items && item_continues(params.items, end)) ++end;

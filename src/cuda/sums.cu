@@ -33,7 +33,7 @@ void launch_slot_sum(const SlotSumParams& params, DType dtype, std::int32_t dim,
 
 void launch_key_share(const KeyShareParams& params, std::int64_t max_items, std::int64_t num_shared, void* stream) {
   if (num_shared == 0) return;
-  launch(smxx_key_share_kernel, dim3(blocks_for(max_items, kShareThreads), kShareParts), kShareThreads, 0, stream, Order::kAfter,
+  launch(smxx_key_share_kernel, dim3(blocks_for(max_items, kShareItems), kShareParts), kShareThreads, 0, stream, Order::kAfter,
          params);
 }
 
