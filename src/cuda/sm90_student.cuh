@@ -5,14 +5,14 @@
 //             every 64 keys of the block. A stage is 64 visits; all consumers work on the same one.
 // Products    S^T = K_idx Q_idx^T (64 keys x 64 visits a warpgroup); D^T = P_idx - teacher is at once the A operand of
 //             d_k_idx += D^T Q_idx, and goes through shared memory for d_q_idx = D K_idx, 64 visits x the dims of this warpgroup.
-// Pipeline    K_idx of the item resident; q_idx (through registers) and the teacher's rows (one bulk copy) in a ring of kStages; S^T of the next stage is under way while d_q_idx of this one is stored. D alternates between two tiles, so that
+// Pipeline    K_idx of the item resident; q_idx (cp.async) and the teacher's rows (one bulk copy) in a ring of kStages; S^T of the next stage is under way while d_q_idx of this one is stored. D alternates between two tiles, so that
 //             one barrier a stage is enough. After that barrier nobody reads the stage's teacher, whose place d_q_idx passes through
 //             on its way to global memory.
 // Shared      K_idx halves x kBlock x 128 B | stages (q_idx halves x 64 x 128 B, teacher 64 x kBlock fp32)
 //             | D 2 x consumers x 64 x 128 B | rows: lse, limit, visit of each stage row | item, barriers
 // Barriers    k_full 1 (TMA), k_empty 4 a consumer (a warp each); full[s] 2 (TMA, a producer warp), empty[s] 4 a
 //             consumer
-// Registers   producers 56, consumers 224: d_k_idx 64, S 32, D as operand 16, d_q_idx 32
+// Registers   producers 40, consumers 232: d_k_idx 64, S 32, D as operand 16, d_q_idx 32
 // Bytes       4 * kBlock + 4 * Di a visit: bound by memory, 1.5 times the products' time
 // Empty       an item of count 0 ends the walk; rows without a visit read zeros, see no key (hence D = 0, whatever their teacher holds)
 //             and store nothing.
@@ -64,7 +64,7 @@ struct StudentTraits {
   static constexpr int kHalves = kDim / 64;
   static constexpr int kRows = 64, kConsumers = kBlock / 64;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = kConsumers == 2 ? 224 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 56, kConsumerRegisters = kConsumers == 2 ? 232 : 240;
   static constexpr int kStages = 3;
   // 64 dims of d_q_idx at a time. Two warpgroups take a half of 128 dims each; of 64 dims they take whole stages in turn.
   static constexpr int kPassesQ = kConsumers == 1 ? kHalves : 1;
@@ -171,9 +171,11 @@ __device__ inline void student_produce(const CUtensorMap& map_k, const StudentPa
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        load_index_rows<typename Traits::T, kHalves>(params.queries, item.group, token[i] < 0 ? -1 : params.chunk_begin + token[i],
+        copy_index_rows<typename Traits::T, kHalves>(params.queries, item.group, token[i] < 0 ? -1 : params.chunk_begin + token[i],
                                                      stage + i * 32 * 128, Traits::kBoxBytesQ, lane);
       }
+      ptx::copy_async_commit();
+      ptx::copy_async_wait<0>();
       ptx::fence_async_proxy();
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(&full[warp]);

@@ -1,14 +1,14 @@
 // Scores of every visit for Hopper, keys outermost, for the index branch's KL loss. Of the main branch: the teacher, the mean of the
 // group's heads' probabilities, a row of Bk fp32 a visit. Of the index branch: the student's log-sum-exp of the block, a value a visit.
 //
-// Roles       warps 0-2 producers of a stage each in turn (lists, TMA; the index branch's rows, too small for TMA, through registers),
+// Roles       warps 0-2 producers of a stage each in turn (lists, TMA; the index branch's rows, too small for TMA, by cp.async),
 //             warp 3 takes items and loads their keys, warps 4-15 three consumer warpgroups; a stage of 64/Gp tokens x Gp heads = 64
 //             rows goes to one warpgroup (Gp: G rounded up to a power of two; the index branch: one row a token).
 // Pipeline    K of this item's block and of the next one's; Q in a ring of kStages tiles, free again once its product is done. Heads are
 //             averaged inside a warp, which owns 16 rows: lanes exchange halves of what they hold until each has its own columns.
 // Shared      K 2 x halves x kBlock x 128 B | Q kStages x halves x 64 x 128 B | tokens and visits of each stage, items, barriers
 // Barriers    k_full[2] 1 (TMA), k_empty[2] 12 (a warp each); full[s] 1 (TMA), empty[s] 4 (a warp each)
-// Registers   producers 32, consumers 160 (student: 56, 152): S 64, which becomes P and then sums. exp2 takes as long as the product:
+// Registers   producers 32, consumers 160 (student: 40, 152): S 64, which becomes P and then sums. exp2 takes as long as the product:
 //             three warpgroups keep both busy
 // Empty       an item of count 0 ends the walk; rows of absent tokens compute on stale Q and store nothing; heads beyond G and rows
 //             without keys have lse = +inf and see no key, so that their NaN stays out of the mean.
@@ -56,8 +56,7 @@ struct TeacherTraits {
   // early, find the parity of the phase before, and take it for its own.
   static constexpr int kConsumers = 3, kStages = 3 * kConsumers;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  // The student's producers carry rows through registers.
-  static constexpr int kProducerRegisters = kStudent ? 56 : 32, kConsumerRegisters = kStudent ? 152 : 160;
+  static constexpr int kProducerRegisters = kStudent ? 40 : 32, kConsumerRegisters = kStudent ? 152 : 160;
   static constexpr int kBoxBytesKeys = kBlock * 128, kBoxBytesQ = kRows * 128;
   static constexpr int kKeyBytes = kHalves * kBoxBytesKeys, kStageBytes = kHalves * kBoxBytesQ;
   static constexpr int kSmemBytes = 2 * kKeyBytes + kStages * kStageBytes + kStages * kRows * 8 + 256 + 1024;
@@ -128,10 +127,12 @@ __device__ inline void teacher_produce(const CUtensorMap& map_q, const CUtensorM
       if constexpr (Traits::kStudent) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          load_index_rows<typename Traits::T, kHalves>(params.queries, item.group,
+          copy_index_rows<typename Traits::T, kHalves>(params.queries, item.group,
                                                        visit[i].x < 0 ? -1 : params.chunk_begin + visit[i].x, stage + i * 32 * 128,
                                                        Traits::kBoxBytesQ, lane);
         }
+        ptx::copy_async_commit();
+        ptx::copy_async_wait<0>();
         ptx::fence_async_proxy();
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(&full[s]);

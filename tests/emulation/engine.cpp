@@ -364,6 +364,8 @@ void run_cta(Index block_dim) {
     fiber.wgmmas = fiber.wgmmas_awaited = 0;
     fiber.wgmma_groups.clear();
     fiber.stores.clear();
+    fiber.copies.clear();
+    fiber.copy_groups.clear();
     fiber.store_groups.clear();
     cta.warps[static_cast<std::size_t>(i / 32)].live |= 1u << i % 32;
   }

@@ -91,6 +91,12 @@ void issue_store(std::function<void()> store);
 void commit_stores();
 void wait_stores(std::size_t pending_groups);
 
+// cp.async of `bytes`, the first `live_bytes` of them read and the rest zeros: an ordinary store that nobody sees before the thread has
+// waited for its group.
+void issue_copy(std::uint32_t to, const void* source, std::uint32_t bytes, std::uint32_t live_bytes);
+void commit_copies();
+void wait_copies(std::size_t pending_groups);
+
 // A wgmma that all 128 threads of a warpgroup take part in; see wgmma.cpp.
 struct Wgmma {
   int n;

@@ -136,6 +136,36 @@ TEST_P(Emulation, RingOfStages) {
   for (int i = 0; i < kRounds * 4 * 32; ++i) EXPECT_EQ(out[static_cast<std::size_t>(i)], (i / 128 * 32 + i % 32) * 3);
 }
 
+// Thread t copies four floats, the last one not live, twice; `pending` groups may still be under way when it reads the second.
+template <int kPending>
+__global__ void copy_kernel(const float* source, float* out) {
+  const int thread = threadIdx.x;
+  auto* mine = reinterpret_cast<float*>(ptx::dynamic_smem()) + thread * 8;
+  for (int i = 0; i < 2; ++i) {
+    ptx::copy_async<16>(ptx::smem_address(mine + 4 * i), source + (2 * thread + i) * 4, 12);
+    ptx::copy_async_commit();
+  }
+  ptx::copy_async_wait<kPending>();
+  for (int i = 0; i < 8; ++i) out[thread * 8 + i] = mine[i];
+}
+
+TEST_P(Emulation, CopiesOfAThread) {
+  alignas(16) static float source[32 * 8];
+  for (int i = 0; i < 32 * 8; ++i) source[i] = static_cast<float>(i);
+  std::vector<float> out(32 * 8, -1.f), early(32 * 8, -1.f);
+  start(copy_kernel<0>, 1, 32, 1024, source, out.data());
+  start(copy_kernel<1>, 1, 32, 1024, source, early.data());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const float expected = i % 4 == 3 ? 0.f : source[i];
+    EXPECT_EQ(out[i], expected);
+    if (i / 4 % 2 == 0 || emulation::options().timing == Timing::kEarly) {
+      EXPECT_EQ(early[i], expected);
+    } else {
+      EXPECT_TRUE(std::isnan(early[i])) << "a copy was there before the wait for it";
+    }
+  }
+}
+
 // ---- wgmma ----
 
 // D [64, N] = A [64, 64] B^T, both operands through the copy engine. B lies as [N, 64] (K-major) or [64, N] (MN-major).

@@ -121,6 +121,31 @@ void wait_stores(std::size_t pending_groups) {
   wait_until(fiber.store_groups_done, target);
 }
 
+void issue_copy(std::uint32_t to, const void* source, std::uint32_t bytes, std::uint32_t live_bytes) {
+  if (to % bytes != 0 || reinterpret_cast<std::uintptr_t>(source) % bytes != 0 || live_bytes > bytes) {
+    fail("cp.async of " + std::to_string(bytes) + " bytes that are not aligned, or of more than it writes");
+  }
+  void* target = shared_pointer(to, bytes);
+  auto copy = [=] {
+    std::memset(target, 0, bytes);
+    if (live_bytes > 0) std::memcpy(target, source, live_bytes);
+  };
+  if (options().timing == Timing::kEarly)
+    copy();
+  else
+    engine.current->copies.push_back(std::move(copy));
+}
+
+void commit_copies() { engine.current->copy_groups.push_back(std::exchange(engine.current->copies, {})); }
+
+void wait_copies(std::size_t pending_groups) {
+  auto& groups = engine.current->copy_groups;
+  for (; groups.size() > pending_groups; groups.pop_front()) {
+    for (const auto& copy : groups.front()) copy();
+  }
+  let_others_in();
+}
+
 namespace {
 
 Warpgroup& warpgroup_of(const Fiber& fiber) { return engine.cta.warpgroups[static_cast<std::size_t>(fiber.number / 128)]; }

@@ -104,6 +104,8 @@ struct Fiber {
   std::vector<std::function<void()>> stores;
   std::deque<std::vector<std::function<void()>>> store_groups;
   std::uint64_t store_groups_done = 0;
+  std::vector<std::function<void()>> copies;
+  std::deque<std::vector<std::function<void()>>> copy_groups;
 };
 
 struct Cta {

@@ -63,6 +63,16 @@ void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
 inline void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t address) { load_matrices<false>(r, address); }
 inline void ldmatrix_x4_trans(std::uint32_t (&r)[4], std::uint32_t address) { load_matrices<true>(r, address); }
 
+template <int kBytes>
+void copy_async(std::uint32_t smem, const void* source, int live_bytes) {
+  emulation::issue_copy(smem, source, kBytes, static_cast<std::uint32_t>(live_bytes));
+}
+inline void copy_async_commit() { emulation::commit_copies(); }
+template <int kPending>
+void copy_async_wait() {
+  emulation::wait_copies(kPending);
+}
+
 inline void grid_dependency_wait() {}
 inline void grid_dependency_launch() {}
 
