@@ -17,8 +17,6 @@ namespace {
 constexpr std::int64_t kChunkTokens = 16384;
 constexpr std::int32_t kMaxItem = 512;  // tokens of a work item; 256 to 2,048 measure within 3%
 constexpr std::int32_t kUnionTokens = 8;
-// A warpgroup's step in the tile kernel costs about as much as 2.6 (token, block) pairs of the other way; see docs/kernels.md.
-constexpr float kMaxStepsPerPair = 0.38f;
 
 struct Scratch {
   std::int64_t chunk;       // tokens
@@ -27,8 +25,8 @@ struct Scratch {
   std::int32_t log_group;
   void* partial;
   float* partial_lse;
-  std::int32_t *ranks, *offsets, *taken, *num_entries, *work;
-  std::uint32_t *entries, *union_entries;
+  std::int32_t *ranks, *offsets, *num_entries, *work;
+  std::uint32_t *entries, *union_entries, *taken;
   AttendItem* items;
   // Zeroed before every chunk, in one piece from `offsets` on: these, counts, then next_item, num_work, num_items.
   std::int32_t* counts;
@@ -58,7 +56,7 @@ Scratch reserve(const core::SparseAttentionParams& params) {
   s.entries = arena.take<std::uint32_t>(static_cast<std::size_t>(s.num_slots));
   const std::int64_t keys = config.num_kv_heads * s.num_blocks;
   s.items = arena.take<AttendItem>(static_cast<std::size_t>(s.num_slots / kMaxItem + keys));
-  s.taken = take(pairs);
+  s.taken = arena.take<std::uint32_t>(static_cast<std::size_t>(pairs));
   s.offsets = take(2 * keys + 3);
   s.counts = s.offsets + keys;
   s.zero_bytes = static_cast<std::size_t>(2 * keys + 3) * sizeof(std::int32_t);
@@ -87,28 +85,16 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   check(cudaMemsetAsync(s.offsets, 0, s.zero_bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
   launch_plan(s.plan, batch, begin, end, kUnionTokens, stream);
 
-  std::int32_t* taken = nullptr;
+  std::uint32_t* taken = nullptr;
   if (can_unite(s)) {
     taken = s.taken;
     // Tokens of a broken sequence are in no tile; nobody serves them.
     check(cudaMemsetAsync(taken, 0, static_cast<std::size_t>(chunk_tokens) * config.num_kv_heads * sizeof(std::int32_t),
                           static_cast<cudaStream_t>(stream)),
           "cudaMemsetAsync");
-    const UnionParams unite{batch,
-                            s.plan.tiles,
-                            ids,
-                            stride_token,
-                            stride_group,
-                            s.plan.capacity,
-                            config.num_kv_heads,
-                            config.top_k,
-                            kMaxStepsPerPair,
-                            s.union_entries,
-                            s.num_entries,
-                            taken,
-                            chunk_begin,
-                            s.work,
-                            s.num_work};
+    const UnionParams unite{batch,           s.plan.tiles,        ids,          stride_token,    stride_group,
+                            s.plan.capacity, config.num_kv_heads, config.top_k, s.union_entries, s.num_entries,
+                            taken,           chunk_begin,         s.work,       s.num_work};
     launch(smxx_union_kernel, dim3(blocks_for(std::int64_t{s.plan.capacity} * config.num_kv_heads, kUnionWarps)), 32 * kUnionWarps,
            0, stream, Order::kAfter, unite);
   }
@@ -123,6 +109,7 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   invert.chunk_tokens = chunk_tokens;
   invert.num_groups = config.num_kv_heads;
   invert.top_k = config.top_k;
+  invert.max_blocks = s.num_blocks;
   invert.max_item = kMaxItem;
   invert.counts = s.counts;
   invert.offsets = s.offsets;
@@ -154,6 +141,23 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   const CUtensorMap map_v = key_map(params.v, geo, config.head_dim, config.num_kv_heads);
   const CUtensorMap map_partial = make_tensor_map(s.partial, params.q.dtype, {config.head_dim, s.num_slots << s.log_group},
                                                   {config.head_dim * size}, {64, heads});
+  if (can_unite(s)) {
+    DenseParams unite{};
+    unite.batch = batch;
+    unite.tiles = s.plan.tiles;
+    unite.num_tiles = s.plan.capacity;
+    unite.work = s.work;
+    unite.num_work = s.num_work;
+    unite.entries = s.union_entries;
+    unite.num_entries = s.num_entries;
+    unite.taken = taken;
+    unite.partial = s.partial;
+    unite.partial_lse = s.partial_lse;
+    unite.chunk_begin = chunk_begin;
+    unite.top_k = config.top_k;
+    fill_attention(unite, config, params.out, params.lse);
+    launch_dense(DenseMode::kUnion, params.q, params.k, params.v, geo, config, unite, stream);
+  }
   const CombineParams combine{s.partial,
                               s.partial_lse,
                               s.ranks,
@@ -184,18 +188,6 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
       });
     });
   });
-  if (can_unite(s)) {
-    DenseParams unite{};
-    unite.batch = batch;
-    unite.tiles = s.plan.tiles;
-    unite.num_tiles = s.plan.capacity;
-    unite.work = s.work;
-    unite.num_work = s.num_work;
-    unite.entries = s.union_entries;
-    unite.num_entries = s.num_entries;
-    fill_attention(unite, config, params.out, params.lse);
-    launch_dense(DenseMode::kUnion, params.q, params.k, params.v, geo, config, unite, stream);
-  }
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // What the tile kernel (sm90_dense.cuh) is given.
 #pragma once
 
+#include "cuda/lists.hpp"
 #include "cuda/params.hpp"
 
 namespace openmsa::cuda {
@@ -25,6 +26,11 @@ struct DenseParams {
   std::int32_t group_size, log_group;  // G, and log2 of Gp: G rounded up to a power of two, at most 16
   float scale, scale_log2;             // softmax_scale, times log2(e)
   float slack;                         // how far a raw score may exceed its row's offset: kSlack / scale_log2
+  // Union mode only: `taken` (see lists.hpp) says where the rows of a token go.
+  const std::uint32_t* taken;  // [chunk tokens, Hkv]
+  void* partial;               // [chunk tokens, Hkv, k, Gp, D]
+  float* partial_lse;          // [chunk tokens, Hkv, k, Gp]
+  std::int32_t chunk_begin, top_k;
 };
 
 // kPlain, kPaired and kBlockMax walk every visible block, kPaired by clusters of two CTAs with a tile of two CTAs' tokens; kUnion

@@ -13,6 +13,7 @@
 // Work        a persistent CTA takes tiles in turn; the loads of the next run under the last products and stores of this one.
 // Barriers    q_full 1, k_full[s], v_full[s] 1 (TMA); q_empty 8; k_empty[s], v_empty[s] 8 a CTA (a warp each); named 1, 2: clear_tail
 // Registers   producer 56, consumers 224: S 64, O 64, P 32
+// Output      out and lse. Union: for tokens that it serves alone; for those with slots elsewhere a partial, see lists.hpp.
 // Empty       rows that see no key keep sum 0: out = 0, lse = -inf. A tile without any key still stores.
 #pragma once
 
@@ -400,19 +401,33 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
         const float inverse = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
         const int row = row0 + 8 * r, token = row >> params.log_group, row_head = row & ((1 << params.log_group) - 1);
         const int head = work.group * params.group_size + row_head;
-        const bool live = token < work.num_tokens && row_head < params.group_size;
+        bool live = token < work.num_tokens && row_head < params.group_size;
+        T* target = nullptr;
+        const auto lse_of_row = [&] { return row_sum[r] == 0.f ? -INFINITY : row_max[r] * params.scale + logf(row_sum[r]); };
+        if constexpr (Traits::kUnion) {
+          // A token with slots elsewhere leaves a partial; one with all of them elsewhere leaves nothing.
+          const std::int64_t pair = (std::int64_t{work.first_token} + token - params.chunk_begin) * params.num_groups + work.group;
+          const std::uint32_t taken = live ? params.taken[pair] : 0;
+          live = taken == kTakenAll;
+          if (taken != 0 && !live) {
+            const std::int64_t partial =
+                ((pair * params.top_k + __ffs(static_cast<int>(taken)) - 1) << params.log_group) + row_head;
+            target = static_cast<T*>(params.partial) + partial * Traits::kHeadDim;
+            if (quad == 0) params.partial_lse[partial] = lse_of_row();
+          }
+        }
         if (live && quad == 0 && params.lse) {
-          params.lse[(std::int64_t{work.first_token} + token) * params.stride_lse_token + head] =
-              row_sum[r] == 0.f ? -INFINITY : row_max[r] * params.scale + logf(row_sum[r]);
+          params.lse[(std::int64_t{work.first_token} + token) * params.stride_lse_token + head] = lse_of_row();
         }
         if (live && Traits::kBlockMax) {
           float* row_out =
               params.block_max + (std::int64_t{work.first_token} + token) * params.stride_max_token + head * params.stride_max_head;
           for (int b = num_steps + quad; b < params.num_blocks; b += 4) row_out[b] = -INFINITY;
         }
-        T* target = live ? static_cast<T*>(params.out) + (std::int64_t{work.first_token} + token) * params.stride_out_token +
-                               head * params.stride_out_head
-                         : nullptr;
+        if (live) {
+          target = static_cast<T*>(params.out) + (std::int64_t{work.first_token} + token) * params.stride_out_token +
+                   head * params.stride_out_head;
+        }
         // A quad trades its 4-byte pairs so that each lane holds 16 contiguous bytes: lane q takes column group 4m + q.
 #pragma unroll
         for (int m = 0; m < Traits::kHeadDim / 32; ++m) {

@@ -1,13 +1,15 @@
-// Routes tiles of neighbouring query tokens: where a tile's tokens share most of their blocks, the union of their lists goes to the
-// tile kernel (sm90_dense.cuh, union mode); otherwise the tokens go one by one to sm90_attend.cuh.
+// Routes the blocks of tiles of neighbouring query tokens: those that many of a tile's tokens chose go to the tile kernel
+// (sm90_dense.cuh, union mode), the others meet their tokens one by one in sm90_attend.cuh.
 //
-// Roles   one warp a (tile, group). The ids of all lists set bits of a map of 1,024: more bits than a union may have blocks, and the
-//         tile is turned away at once, as most tiles with scattered lists are. The others are merged: lane j < 8 walks the list of
-//         token j, all lists being ascending.
-// Cost    the tile kernel's two warpgroups take 4 tokens each and skip blocks that none of them chose, so what counts is the two
-//         unions of 4, compared with the (token, block) pairs that the other way would take.
+// Roles   one warp a (tile, group). The ids of all lists set bits of a map of 1,024: more bits than a tile worth looking at has
+//         blocks, and the tile is turned away at once, as most tiles with scattered lists are. The others are merged: lane j < 8
+//         walks the list of token j, all lists being ascending.
+// Cost    a block in the union costs the same for one token as for four, and a little more for the other four; elsewhere each of its
+//         tokens costs as much as any. So few tokens are left out, and then the union has to be worth what is in it.
+// Full    blocks past kMaxUnion are left out as well.
 #pragma once
 
+#include "cuda/lists.hpp"
 #include "cuda/params.hpp"
 #include "cuda/sm90_dense.cuh"
 
@@ -19,18 +21,25 @@ struct UnionParams {
   const std::int32_t* block_ids;  // [T, Hkv, k]
   std::int64_t stride_token, stride_group;
   std::int32_t num_tiles, num_groups, top_k;
-  float max_steps_per_pair;   // the tile kernel is worth it up to this many warpgroup steps a (token, block) pair
   std::uint32_t* entries;     // [num_tiles * Hkv, kMaxUnion]
-  std::int32_t* num_entries;  // [num_tiles * Hkv]; 0: routed token by token
-  std::int32_t* taken;        // [chunk tokens, Hkv]: nonzero where the tile kernel serves the token
+  std::int32_t* num_entries;  // [num_tiles * Hkv]; 0: nothing for the tile kernel
+  std::uint32_t* taken;       // [chunk tokens, Hkv], see lists.hpp
   std::int32_t chunk_begin;   // first packed token of the chunk
   std::int32_t* work;         // [num_tiles * Hkv]
   std::int32_t* num_work;     // [1], zero at launch
 };
 
 inline constexpr int kUnionWarps = 4, kUnionTileTokens = 8, kUnionMaxTopK = 32, kUnionMapWords = 32;
+// Blocks of a tile worth looking at. Clustered lists as in the benchmark, 8 x 16: 27 at 64K and 128K keys, at most 38.
+inline constexpr int kUnionMaxDistinct = 48;
+// Blocks of no more tokens than this are left out.
+inline constexpr int kUnionMaxLeft = 2;
+// What things cost over the whole chip, in tenths of a nanosecond: a block for one or both of the tile kernel's warpgroups, a tile,
+// a token's partial from there, and a (token, block) pair of the other way.
+inline constexpr int kUnionOneSide = 130, kUnionBothSides = 155, kUnionTile = 100, kUnionPartial = 22, kUnionPair = 34;
 
 __global__ void __launch_bounds__(32 * kUnionWarps) smxx_union_kernel(const __grid_constant__ UnionParams params) {
+  static_assert(kMaxUnion <= 32, "a lane an entry");
   __shared__ std::int32_t lists[kUnionWarps][kUnionTileTokens][kUnionMaxTopK + 1];
   __shared__ std::uint32_t maps[kUnionWarps][kUnionMapWords];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, index = blockIdx.x * kUnionWarps + warp;
@@ -55,7 +64,8 @@ __global__ void __launch_bounds__(32 * kUnionWarps) smxx_union_kernel(const __gr
       }
     }
     __syncwarp();
-    if (__reduce_add_sync(0xffffffffu, __popc(maps[warp][lane])) <= kMaxUnion) {
+    std::uint32_t taken = 0;
+    if (__reduce_add_sync(0xffffffffu, __popc(maps[warp][lane])) <= kUnionMaxDistinct) {
       const int token = tile.first + min(lane, num_tokens - 1);
       const std::int64_t reported = (std::int64_t{sequence.query_begin} + token) * params.num_groups + group;
       const int num_blocks =
@@ -67,41 +77,45 @@ __global__ void __launch_bounds__(32 * kUnionWarps) smxx_union_kernel(const __gr
         report(params.batch.fault, FaultCode::kBlockId, reported, slot, id);
         return kEnd;
       };
-      int next = 1, steps = 0, pairs = 0;
-      std::uint32_t head = lane < num_tokens ? read(0) : kEnd;
-      std::uint32_t mine[(kMaxUnion + 31) / 32] = {};
-      for (;; ++count) {
+      int slot = 0;
+      std::uint32_t head = lane < num_tokens ? read(0) : kEnd, mine = 0;
+      for (;;) {
         const std::uint32_t least = __reduce_min_sync(0xffffffffu, head);
         if (least == kEnd) break;
-        if (count == kMaxUnion) {
-          steps = 0x7fffffff;  // too many
-          break;
-        }
         const std::uint32_t mask = __ballot_sync(0xffffffffu, head == least);
-        steps += ((mask & 0x0fu) != 0) + ((mask & 0xf0u) != 0);
-        pairs += __popc(mask);
-        if (lane == count % 32) {
-#pragma unroll
-          for (int i = 0; i < (kMaxUnion + 31) / 32; ++i) mine[i] = count / 32 == i ? least | mask << 24 : mine[i];
-          params.batch.page(sequence, tile.seq, static_cast<int>(least));  // reported; reads as zeros
+        const bool in_union = __popc(mask) > kUnionMaxLeft && count < kMaxUnion;
+        if (in_union) {
+          if (lane == count) {
+            mine = least | mask << 24;
+            params.batch.page(sequence, tile.seq, static_cast<int>(least));  // reported; reads as zeros
+          }
+          ++count;
         }
         if (head == least) {
-          head = read(next++);
+          if (in_union) taken |= 1u << slot;
+          head = read(++slot);
           if (head <= least) {
-            report(params.batch.fault, FaultCode::kBlockOrder, reported, next - 1, static_cast<std::int32_t>(head));
+            report(params.batch.fault, FaultCode::kBlockOrder, reported, slot, static_cast<std::int32_t>(head));
             head = kEnd;
           }
         }
       }
-      if (static_cast<float>(steps) > params.max_steps_per_pair * static_cast<float>(pairs)) count = 0;
-#pragma unroll
-      for (int i = 0; i < (kMaxUnion + 31) / 32; ++i) {
-        if (i * 32 + lane < count) params.entries[std::int64_t{index} * kMaxUnion + i * 32 + lane] = mine[i];
+      const bool left = __popc(taken) < slot;  // some of this lane's token's blocks
+      const int partials = __popc(__ballot_sync(0xffffffffu, taken != 0 && left));
+      const int both_sides = __popc(__ballot_sync(0xffffffffu, (mine >> 24 & 0xfu) != 0 && mine >> 28 != 0));
+      const int pairs = __reduce_add_sync(0xffffffffu, __popc(mine >> 24));
+      const int cost =
+          kUnionTile + kUnionOneSide * count + (kUnionBothSides - kUnionOneSide) * both_sides + kUnionPartial * partials;
+      if (cost > kUnionPair * pairs) {
+        count = 0;
+        taken = 0;
       }
+      if (taken != 0 && !left) taken = kTakenAll;
+      if (lane < count) params.entries[std::int64_t{index} * kMaxUnion + lane] = mine;
     }
     if (lane < num_tokens) {
       params.taken[(std::int64_t{sequence.query_begin} + tile.first + lane - params.chunk_begin) * params.num_groups + group] =
-          count > 0;
+          taken;
     }
   }
   if (lane == 0) {

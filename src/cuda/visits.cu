@@ -77,6 +77,7 @@ void launch_visits(const Visits& visits, const core::Geometry& geo, const MsaCon
   invert.chunk_tokens = chunk_tokens;
   invert.num_groups = config.num_kv_heads;
   invert.top_k = config.top_k;
+  invert.max_blocks = visits.num_keys / config.num_kv_heads;
   invert.max_item = visits.max_item;
   invert.counts = visits.counts;
   invert.offsets = visits.offsets;
