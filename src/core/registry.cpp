@@ -181,7 +181,7 @@ const std::vector<Kernel<DenseAttentionParams>>& kernels() {
 template <>
 const std::vector<Kernel<AttentionBackwardParams>>& kernels() {
   static const std::vector<Kernel<AttentionBackwardParams>> table = {
-#if OPENMSA_CUDA_TRAINING
+#if OPENMSA_HAVE_CUDA
     {Backend::kCuda, "sm90_backward", kCudaSparseLimits, cuda::sparse_attention_backward, cuda::sparse_attention_backward_reserve},
 #endif
     {Backend::kCpu, "cpu_attention_backward", kCpuSparseLimits, cpu::attention_backward, cpu::attention_backward_reserve},
@@ -192,7 +192,7 @@ const std::vector<Kernel<AttentionBackwardParams>>& kernels() {
 
 const std::vector<Kernel<AttentionBackwardParams>>& dense_backward_kernels() {
   static const std::vector<Kernel<AttentionBackwardParams>> table = {
-#if OPENMSA_CUDA_TRAINING
+#if OPENMSA_HAVE_CUDA
     {Backend::kCuda, "sm90_backward", kCudaDenseLimits, cuda::dense_attention_backward, cuda::dense_attention_backward_reserve},
 #endif
     {Backend::kCpu, "cpu_attention_backward", kCpuDenseLimits, cpu::attention_backward, cpu::attention_backward_reserve},
@@ -204,7 +204,7 @@ const std::vector<Kernel<AttentionBackwardParams>>& dense_backward_kernels() {
 template <>
 const std::vector<Kernel<IndexKlParams>>& kernels() {
   static const std::vector<Kernel<IndexKlParams>> table = {
-#if OPENMSA_CUDA_TRAINING
+#if OPENMSA_HAVE_CUDA
     {Backend::kCuda, "sm90_index_kl", kCudaMsaLimits, cuda::index_kl_loss, cuda::index_kl_loss_reserve},
 #endif
     {Backend::kCpu, "cpu_index_kl", kCpuMsaLimits, cpu::index_kl_loss, cpu::index_kl_loss_reserve},

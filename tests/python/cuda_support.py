@@ -8,13 +8,13 @@ import random
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import openmsa
-from openmsa import Batch, MsaConfig
+from openmsa import Batch
 
 _gpu = {backend.backend: backend for backend in openmsa.list_backends()}["cuda"]
-needs_gpu = pytest.mark.skipif(not _gpu.available, reason=f"no usable GPU: {_gpu.detail}")
+NO_GPU = "" if _gpu.available else f"no usable GPU: {_gpu.detail}"
+needs_gpu = pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
 
 # OPENMSA_TEST_DEVICE=cpu runs the bodies of the training tests on the CPU engine: a rehearsal where there is no GPU.
 TRAINING_DEVICE = os.environ.get("OPENMSA_TEST_DEVICE", "cuda")
@@ -23,31 +23,7 @@ REFERENCE_MODEL = dict(num_q_heads=64, num_kv_heads=4, head_dim=128, index_dim=1
 SMALL = dict(num_q_heads=32, num_kv_heads=2, head_dim=128, index_dim=128, block_size=128, top_k=4)
 
 
-def why_no_gpu_training() -> str:
-    """Why a GPU gives no gradients here, in the library's own words; empty if it does."""
-    if not _gpu.available:
-        return f"no usable GPU: {_gpu.detail}"
-    if {"sparse_attention_backward", "dense_attention_backward", "index_kl_loss"} <= openmsa.ops.load_torch_ops().CUDA_STAGES:
-        return "" if torch.cuda.is_available() else f"PyTorch {torch.__version__} sees no GPU"
-    # The refusal comes before anything runs, so that fake tensors draw it too.
-    config = MsaConfig(num_q_heads=4, num_kv_heads=2, head_dim=64, index_dim=64, block_size=64, top_k=4)
-    with FakeTensorMode():
-        q, k, q_idx, k_idx = (
-            torch.empty(5, *shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-            for shape in ((4, 64), (2, 64), (2, 64), (64,))
-        )
-        offsets = torch.empty(2, dtype=torch.int32, device="cuda")
-        batch = Batch(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=5, max_seqlen_k=5)
-        with pytest.raises(openmsa.UnsupportedError) as refusal:
-            openmsa.msa_attention(q, k, k, q_idx, k_idx, batch, config)
-            _, lse = openmsa.dense_attention(q, k, k, batch, config, return_lse=True)
-            openmsa.index_kl_loss(q, k, lse, q_idx, k_idx, batch, config)
-    return str(refusal.value)
-
-
-NO_GPU_TRAINING = why_no_gpu_training()
-needs_gpu_training = pytest.mark.skipif(bool(NO_GPU_TRAINING), reason=NO_GPU_TRAINING)
-on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu_training)])
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 """A training test that is small enough to run on the CPU always, next to the GPU where there is one."""
 
 

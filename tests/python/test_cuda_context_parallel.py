@@ -17,7 +17,7 @@ import torch.multiprocessing as mp  # noqa: E402
 
 import golden  # noqa: E402
 import openmsa  # noqa: E402
-from cuda_support import REFERENCE_MODEL, needs_gpu_training  # noqa: E402
+from cuda_support import REFERENCE_MODEL, needs_gpu  # noqa: E402
 from golden import Layout  # noqa: E402
 from openmsa import Batch, MsaConfig  # noqa: E402
 
@@ -108,7 +108,7 @@ def run_rank(rank: int, device_type: str, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=[needs_gpu_training, needs_two_gpus])])
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=[needs_gpu, needs_two_gpus])])
 def test_two_ranks_get_what_one_gets(device_type, tmp_path: pathlib.Path):
     mp.spawn(run_rank, (device_type, str(tmp_path)), nprocs=RANKS)
     # Each rank rounds its share of the key gradients to the storage type.

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import golden  # noqa: E402
 import openmsa  # noqa: E402
 from cuda_support import (  # noqa: E402
-    NO_GPU_TRAINING,
+    NO_GPU,
     REFERENCE_MODEL,
     TRAINING_DEVICE,
     make,
-    needs_gpu_training,
+    needs_gpu,
     no_waiting,
     on_both,
 )
@@ -51,8 +51,8 @@ LAYOUTS = {
 
 @pytest.fixture
 def device() -> str:
-    if TRAINING_DEVICE == "cuda" and NO_GPU_TRAINING:
-        pytest.skip(NO_GPU_TRAINING)
+    if TRAINING_DEVICE == "cuda" and NO_GPU:
+        pytest.skip(NO_GPU)
     return TRAINING_DEVICE
 
 
@@ -443,7 +443,7 @@ def test_opcheck(op, device, rng):
     assert set(results.values()) == {"SUCCESS"}
 
 
-@needs_gpu_training
+@needs_gpu
 def test_a_step_does_not_wait(rng):
     data, batch, _ = inputs(Layout([500, 3], [500, 3]), SMALL, "cuda", rng)
     leaf = leaves(data, BF16)
@@ -455,7 +455,7 @@ def test_a_step_does_not_wait(rng):
             gradients(op, run(op, leaf, batch, SMALL, None), leaf, data.q if op == "dense" else None)
 
 
-@needs_gpu_training
+@needs_gpu
 def test_a_step_in_a_graph(rng):
     """Captured once, replayed with other contents and other lengths of no more tokens, on poisoned outputs."""
     layout = Layout([500, 300], [500, 300])
@@ -480,7 +480,7 @@ def test_a_step_in_a_graph(rng):
             assert torch.equal(x, y)
 
 
-@needs_gpu_training
+@needs_gpu
 def test_memory_grows_with_tokens_alone(rng):
     """Tensors and scratch of a step over sequences of twice the tokens: at most twice as much."""
     config = dataclasses.replace(MODEL, num_q_heads=32, num_kv_heads=2)
@@ -497,7 +497,7 @@ def test_memory_grows_with_tokens_alone(rng):
     assert peaks[1] <= 2.1 * peaks[0] and peaks[2] <= 2.1 * peaks[1], peaks
 
 
-@needs_gpu_training
+@needs_gpu
 @pytest.mark.parametrize("bad, words", [(99, "must be a block"), (-5, "must be a block"), (0, "ascending")])
 def test_bad_block_ids_are_reported(bad, words, rng):
     data, batch, ids = inputs(Layout([100], [1500]), SMALL, "cuda", rng)
@@ -513,7 +513,7 @@ def test_bad_block_ids_are_reported(bad, words, rng):
         openmsa.synchronize("cuda")  # told once
 
 
-@needs_gpu_training
+@needs_gpu
 def test_refusals_name_the_rule(rng):
     q, k, v, q_idx, k_idx, batch = make([40], [300], SMALL, paged=True)
     with pytest.raises(openmsa.UnsupportedError, match="q requires a gradient, but batch has paged keys"):
