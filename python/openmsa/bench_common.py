@@ -1,5 +1,6 @@
 """What the benchmarks of a GPU have in common: sizes, random inputs, timing, and the rows they report."""
 
+import random
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +18,17 @@ def config(**changes: Any) -> openmsa.MsaConfig:
 
 
 def in_turn(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of every call after one warm-up each, a round running each once."""
+    """Median milliseconds of every call after one warm-up each, a round running each once.
+
+    In a new order every round: a call runs at a lower clock right after one that took the GPU to its power limit for long.
+    """
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
+    turns, order = list(calls.items()), random.Random(0)
     for _ in range(repeats):
-        for name, call in calls.items():
+        order.shuffle(turns)
+        for name, call in turns:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(HEAD_START_CYCLES)  # the host gets ahead, so that launches do not show in the times
             start.record()

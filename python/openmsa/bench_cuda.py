@@ -107,7 +107,7 @@ def bench_prefill(quick: bool) -> list[dict[str, Any]]:
         q, k, v = normal(tokens, 64, 128), normal(tokens, 4, 128, seed=1), normal(tokens, 4, 128, seed=2)
         k_idx = normal(tokens, 128, seed=3)
         batch = openmsa.Batch.single(tokens, device="cuda")
-        repeats = 9 if tokens <= 65536 else 3
+        repeats = 9 if tokens <= 65536 else 5 if tokens <= 131072 else 3
         for clustered in (False, True):
             q_idx = index_queries(tokens, cfg, clustered, seed=4)
             ids = openmsa.index_select(q_idx, k_idx, batch, cfg)
