@@ -11,8 +11,8 @@ Every function takes these keyword arguments:
 
 Gradients: msa_attention, sparse_attention, sparse_decode and dense_attention are differentiable in q, k and v, index_kl_loss in
 q_idx and k_idx, over packed keys, on devices for which ``openmsa info`` lists the gradient's kernel. Nothing else carries a gradient:
-not the selection, not lse, not block_max. Backward passes are the same from run to run under
-``torch.use_deterministic_algorithms(True)``, on the CPU always.
+not the selection, not lse, not block_max. Today's backward passes give the same bits in every run; for those to come, only
+``torch.use_deterministic_algorithms(True)`` promises it.
 """
 
 from __future__ import annotations
