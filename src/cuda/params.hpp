@@ -108,4 +108,10 @@ struct QueryTile {
   std::int32_t first, end;
 };
 
+// What the tiles of a plan add up to, in blocks that their last tokens see.
+struct PlanSum {
+  std::int32_t num_tiles, longest;
+  unsigned long long total;
+};
+
 }  // namespace openmsa::cuda

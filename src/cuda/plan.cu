@@ -13,6 +13,7 @@ Plan reserve_plan(core::Arena& arena, const core::Geometry& geo, std::int64_t nu
   plan.tiles = arena.take<QueryTile>(plan.capacity);
   plan.tile_begin = arena.take<std::int32_t>(geo.num_seqs + 1);
   plan.block_begin = arena.take<std::int32_t>(geo.num_seqs + 1);
+  plan.sum = arena.take<PlanSum>(1);
   return plan;
 }
 
@@ -25,7 +26,8 @@ void launch_plan(const Plan& plan, const BatchParams& batch, std::int64_t token_
                           plan.capacity,
                           plan.tiles,
                           plan.tile_begin,
-                          plan.block_begin};
+                          plan.block_begin,
+                          plan.sum};
   launch(smxx_plan_kernel, dim3(1), kPlanThreads, 0, stream, Order::kAfter, params);
 }
 

@@ -9,6 +9,7 @@ struct Plan {
   QueryTile* tiles = nullptr;           // [capacity]
   std::int32_t* tile_begin = nullptr;   // [B+1]
   std::int32_t* block_begin = nullptr;  // [B+1]
+  PlanSum* sum = nullptr;               // [1]
   std::int32_t capacity = 0;
 };
 

@@ -24,13 +24,22 @@ void launch_few(const ScoreCall& call) {
   });
 }
 
+// Pairs of CTAs halve what keys cost the L2; a sequence's last pair may be half empty, so sequences must be long enough for that
+// not to matter.
+int score_cluster(const core::Geometry& geo, const MsaConfig& config) {
+  const std::int64_t tokens = 2 * (kTileRows / config.num_kv_heads);
+  return geo.total_q >= 8 * tokens * geo.num_seqs ? 2 : 1;
+}
+
 template <typename T>
 void launch_tiles(const ScoreCall& call, const Plan& plan) {
   const core::Geometry& geo = *call.geo;
   const std::int32_t num_groups = call.config->num_kv_heads, dim = call.config->index_dim, tile_tokens = kTileRows / num_groups;
+  const int cluster = score_cluster(geo, *call.config);
   ScoreParams params{};
   params.batch = batch_params(geo);
   params.tiles = plan.tiles;
+  params.sum = plan.sum;
   params.scores = call.scores;
   params.stride_token = call.stride_token;
   params.stride_group = call.stride_group;
@@ -39,20 +48,22 @@ void launch_tiles(const ScoreCall& call, const Plan& plan) {
   params.num_groups = num_groups;
   params.tile_tokens = tile_tokens;
   params.fill = call.fill;
-  launch_plan(plan, params.batch, call.token_begin, call.token_end, tile_tokens, call.stream);
+  launch_plan(plan, params.batch, call.token_begin, call.token_end, cluster * tile_tokens, call.stream);
   const std::int64_t size = dtype_bytes(call.q_idx.dtype);
   const CUtensorMap map_q = make_tensor_map(call.q_idx.data, call.q_idx.dtype, {dim, num_groups, geo.total_q},
                                             {num_groups > 1 ? call.q_idx.stride[1] * size : 16, call.q_idx.stride[0] * size},
                                             {64, num_groups, tile_tokens});
-  const CUtensorMap map_k = key_map(call.k_idx, geo, dim, 1);
-  // About two CTAs a multiprocessor, each with at least 8 blocks.
-  const std::int64_t splits =
-      std::clamp<std::int64_t>(2 * num_multiprocessors() / plan.capacity, 1, std::max<std::int64_t>(geo.max_num_blocks() / 8, 1));
+  const CUtensorMap map_k = key_map(call.k_idx, geo, dim, 1, geo.block_size / cluster);
+  // No more clusters than there can be items.
+  const std::int64_t quads = std::max<std::int64_t>((geo.max_num_blocks() + 3) / 4, 1);
+  const std::int64_t num_clusters = std::clamp<std::int64_t>(num_multiprocessors() / cluster, 1, plan.capacity * quads);
   with_size<64, 96, 128>(dim, [&](auto index_dim) {
     with_size<64, 128>(geo.block_size, [&](auto block) {
-      using Traits = ScoreTraits<T, index_dim.value, block.value>;
-      launch(sm90_score_kernel<Traits>, dim3(plan.capacity, static_cast<unsigned>(splits)), Traits::kThreads, Traits::kSmemBytes,
-             call.stream, Order::kAfter, map_q, map_k, params);
+      with_size<1, 2>(cluster, [&](auto ctas) {
+        using Traits = ScoreTraits<T, index_dim.value, block.value, ctas.value>;
+        launch(sm90_score_kernel<Traits>, dim3(static_cast<unsigned>(num_clusters * cluster)), Traits::kThreads, Traits::kSmemBytes,
+               call.stream, Order::kAfter, map_q, map_k, params);
+      });
     });
   });
 }
@@ -97,6 +108,7 @@ bool score_is_few(const core::Geometry& geo, const MsaConfig& config) { return g
 
 Plan reserve_score(core::Arena& arena, const core::Geometry& geo, const MsaConfig& config, std::int64_t num_tokens) {
   if (score_is_few(geo, config)) return {};
+  // The smaller tiles, since a smaller batch may use them.
   return reserve_plan(arena, geo, num_tokens, kTileRows / config.num_kv_heads);
 }
 

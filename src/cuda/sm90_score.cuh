@@ -1,216 +1,281 @@
-// block_scores for Hopper: S = Q_idx K_idx^T with a row-max epilogue, one block of keys at a time.
+// block_scores for Hopper: S = Q_idx K_idx^T with a row-max epilogue, two or four blocks of keys at a time.
 //
 // Roles       warps 0-3 producer (one thread issues TMA), warps 4-11 two consumer warpgroups of 128 query rows each.
-// Tile        256 rows = tokens x index heads (the heads share the one index key), against 128 keys a step. 256 rows keep the
-//             L2 traffic at 23 GB/s an SM; 128 rows would need twice that.
-// Pipeline    Q resident; K in a ring of kStages tiles. Each warpgroup alternates two m64n128 accumulators, so that one product
-//             runs while the row maxima of the other are taken.
-// Shared      Q 2 column halves x 256 rows x 128 B = 64 KB | K kStages x 2 x 128 x 128 B = 32 KB each | barriers
-// Barriers    q_full 1 (TMA); full[s] 1 (TMA); empty[s] 8 (one arrival a consumer warp)
-// Registers   producer 40, consumers 232; accumulators 128
-// Split       grid y: with few tiles, each takes a share of the keys.
-// Empty rows  rows past the sequence's last query are computed and not stored; blocks without a visible key are -inf.
+// Tile        256 rows a CTA = tokens x index heads (the heads share the one index key), against stages of 256 keys: an m64n256
+//             product a half of a warpgroup's rows. Persistent; items are (tile, key segment), see score_items.cuh.
+// Cluster     kCluster 2: two CTAs have a tile of twice the tokens and walk the same keys. Each loads half of every block and
+//             multicasts it to both, so a key crosses the L2 once for 512 rows. kCluster 1 is for sequences too short to fill both.
+// Pipeline    Q resident for an item; K in a ring of kStages stages. An item's first stage is under way while the last item's
+//             products still read Q. The warpgroups take turns at the tensor cores: one takes the row maxima of its 128
+//             accumulators while the other's product, issued after it, runs.
+// Shared      Q kHalves column halves x 256 rows x 128 B = 32 KB a half | K kStages x kHalves x 256 x 128 B | barriers | ScoreItem
+// Barriers    q_full 1 (TMA; the item's description too); q_empty 8 (a consumer warp each, after the item's last product);
+//             full[s] 1 (TMA of every CTA); empty[s] 8 kCluster (the consumer warps of every CTA, since each CTA fills them all);
+//             named 1 + consumer: that warpgroup may issue
+// Registers   producer 56, consumers 224; accumulators 128
+// Empty       rows past the sequence's last query are computed and not stored; blocks without a visible key are -inf.
 #pragma once
 
-#include "cuda/params.hpp"
+#include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/register.cuh"
+#include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/ptx/wgmma.cuh"
+#include "cuda/ptx/wgmma256.cuh"
+#include "cuda/row_max.cuh"
+#include "cuda/score_items.cuh"
 
 namespace openmsa::cuda {
 
-struct ScoreParams {
-  BatchParams batch;
-  const QueryTile* tiles;                   // [num_tiles], longest first
-  float* scores;                            // [tokens, Hkv, num_blocks], its first token being packed token `token_begin`
-  std::int64_t stride_token, stride_group;  // elements
-  std::int32_t token_begin;
-  std::int32_t num_blocks;   // width of scores
-  std::int32_t num_groups;   // Hkv, at most 256
-  std::int32_t tile_tokens;  // tokens per tile: 256 / Hkv rounded down
-  bool fill;                 // write -inf from the last visible block to the width (select does not look there)
-};
-
-template <typename T_, int kIndexDim_, int kBlock_>
+template <typename T_, int kIndexDim_, int kBlock_, int kCluster_>
 struct ScoreTraits {
   using T = T_;
   static constexpr int kIndexDim = kIndexDim_;  // 64, 96 or 128
   static constexpr int kBlock = kBlock_;        // 64 or 128
-  static constexpr int kRows = 256, kKeys = 128;
+  static constexpr int kCluster = kCluster_;    // 1 or 2
+  static constexpr int kRows = 256, kKeys = 256;
   static constexpr int kHalves = (kIndexDim + 63) / 64;  // 64-column boxes of a row
   static constexpr int kSteps = kIndexDim / 16;          // k16 products
-  static constexpr int kBlocksPerStep = kKeys / kBlock;
-  static constexpr int kStages = 4;
+  static constexpr int kStageBlocks = kKeys / kBlock;    // blocks a stage
+  static constexpr int kQuadStages = 4 / kStageBlocks;   // stages of a quad of blocks
+  static constexpr int kPiece = kBlock / kCluster;       // keys of a block that one CTA loads
+  static constexpr int kStages = 4 / kHalves;
   static constexpr int kThreads = 384;
-  static constexpr int kBoxBytesQ = kRows * 128, kBoxBytesK = kKeys * 128;
-  static constexpr int kSmemBytes = kHalves * (kBoxBytesQ + kStages * kBoxBytesK) + 1024 + 256;
+  static constexpr int kBoxBytesQ = kRows * 128, kBoxBytesK = kKeys * 128;  // one half, all rows
+  static constexpr int kStageBytes = kHalves * kBoxBytesK;
+  static constexpr int kSmemBytes = kHalves * kBoxBytesQ + kStages * kStageBytes + 256;
 };
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
     sm90_score_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                       const __grid_constant__ ScoreParams params) {
   using T = typename Traits::T;
-  constexpr int kStages = Traits::kStages, kHalves = Traits::kHalves;
-  extern __shared__ unsigned char raw_smem[];
-  unsigned char* smem =
-      reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
-  unsigned char* smem_q = smem;
-  unsigned char* smem_k = smem + kHalves * Traits::kBoxBytesQ;
-  auto* full = reinterpret_cast<std::uint64_t*>(smem_k + kStages * kHalves * Traits::kBoxBytesK);
+  constexpr int kStages = Traits::kStages, kHalves = Traits::kHalves, kCluster = Traits::kCluster, kKeys = Traits::kKeys;
+  unsigned char* smem_q = ptx::dynamic_smem();
+  unsigned char* smem_k = smem_q + kHalves * Traits::kBoxBytesQ;
+  auto* full = reinterpret_cast<std::uint64_t*>(smem_k + kStages * Traits::kStageBytes);
   std::uint64_t* empty = full + kStages;
   std::uint64_t* q_full = empty + kStages;
+  std::uint64_t* q_empty = q_full + 1;
+  auto* shared_item = reinterpret_cast<ScoreItem*>(q_empty + 1);
 
-  const QueryTile tile = params.tiles[blockIdx.x];
-  if (tile.seq < 0) return;
-  Sequence sequence;
-  if (!params.batch.load(tile.seq, &sequence)) return;
-  const int first_position = sequence.first_position + tile.first, num_tokens = tile.end - tile.first;
-  const int tile_visible = sequence.num_visible(first_position + num_tokens - 1);
-  const int all_steps = (tile_visible + Traits::kKeys - 1) / Traits::kKeys;
-  // Few tiles are split over the keys too (grid y), at whole segments of four blocks.
-  constexpr int kSegmentSteps = 4 / Traits::kBlocksPerStep;
-  const int share = (all_steps + gridDim.y * kSegmentSteps - 1) / (gridDim.y * kSegmentSteps) * kSegmentSteps;
-  const int first_step = min(static_cast<int>(blockIdx.y) * share, all_steps), num_steps = min(share, all_steps - first_step);
-  const int first_token = sequence.query_begin + tile.first;
-
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       ptx::mbarrier_init(&full[s], 1);
-      ptx::mbarrier_init(&empty[s], 8);
+      ptx::mbarrier_init(&empty[s], 8 * kCluster);
     }
     ptx::mbarrier_init(q_full, 1);
+    ptx::mbarrier_init(q_empty, 8);
     ptx::fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (kCluster > 1)
+    ptx::cluster_sync();
+  else
+    __syncthreads();
 
   if (warpgroup == 0) {
-    ptx::shrink_registers<40>();
-    if (threadIdx.x == 0) {
-      ptx::mbarrier_arrive_expect(q_full, kHalves * params.tile_tokens * params.num_groups * 128);
-      for (int h = 0; h < kHalves; ++h) ptx::tma_load_3d(smem_q + h * Traits::kBoxBytesQ, &map_q, q_full, h * 64, 0, first_token);
-      for (int step = 0; step < num_steps; ++step) {
-        const int s = step % kStages;
-        if (step >= kStages) ptx::mbarrier_wait(&empty[s], (step / kStages - 1) & 1);
-        ptx::mbarrier_arrive_expect(&full[s], kHalves * Traits::kBoxBytesK);
-        unsigned char* k = smem_k + s * kHalves * Traits::kBoxBytesK;
-        for (int b = 0; b < Traits::kBlocksPerStep; ++b) {
-          const int block = (first_step + step) * Traits::kBlocksPerStep + b;
-          // A step may reach past the last block when two blocks share it; loading the first block again keeps the byte count.
-          const int live = block * Traits::kBlock < sequence.seqlen_k ? block : (first_step + step) * Traits::kBlocksPerStep;
-          const int token = sequence.pages ? 0 : sequence.key_begin + live * Traits::kBlock;
-          const int page = params.batch.page(sequence, tile.seq, live);  // -1 reads as zeros
+    ptx::shrink_registers<56>();
+    if (threadIdx.x < 32) {
+      const ScoreSchedule schedule = score_schedule(*params.sum, 4 * Traits::kBlock, static_cast<int>(gridDim.x) / kCluster);
+      if (lane == 0) {
+        const int rank = kCluster == 1 ? 0 : static_cast<int>(ptx::cluster_rank());
+        const int num_rounds = schedule.num_rounds();
+        std::uint32_t fills = 0, items = 0;  // of K's stages and of Q
+        ScoreSource source;
+        ScoreItem item{};
+        const auto hand_over = [&] {
+          if (items > 0) ptx::mbarrier_wait(q_empty, (items - 1) & 1);
+          ++items;
+          *shared_item = item;
+          if (item.end_stage <= item.first_stage) {
+            ptx::mbarrier_arrive(q_full);
+            return;
+          }
+          ptx::mbarrier_arrive_expect(q_full, kHalves * params.tile_tokens * params.num_groups * 128);
           for (int h = 0; h < kHalves; ++h) {
-            ptx::tma_load_4d(k + h * Traits::kBoxBytesK + b * Traits::kBlock * 128, &map_k, &full[s], h * 64, token, 0, page);
+            ptx::tma_load_3d(smem_q + h * Traits::kBoxBytesQ, &map_q, q_full, h * 64, 0, item.first_token);
+          }
+        };
+        for (int round = 0; round < num_rounds; ++round) {
+          int tile, segment;
+          if (!schedule.item(round, static_cast<int>(blockIdx.x) / kCluster, &tile, &segment)) continue;
+          if (!load_score_item<Traits>(params, schedule.num_segments, tile, segment, rank, &source, &item)) continue;
+          int bad_block = -1;  // reported after the loop, which a call would cost registers
+          for (int stage = item.first_stage; stage < item.end_stage; ++stage) {
+            const std::uint32_t s = fills % kStages;
+            ptx::mbarrier_wait(&empty[s], (fills / kStages + 1) & 1);
+            ptx::mbarrier_arrive_expect(&full[s], Traits::kStageBytes);
+            ++fills;
+#pragma unroll
+            for (int b = 0; b < Traits::kStageBlocks; ++b) {
+              const int block = stage * Traits::kStageBlocks + b;
+              // A stage may reach past the last block anybody sees; loading its first block again keeps the byte count.
+              const int live = block < source.num_blocks ? block : stage * Traits::kStageBlocks;
+              const int token =
+                  (source.sequence.pages ? 0 : source.sequence.key_begin + live * Traits::kBlock) + rank * Traits::kPiece;
+              int page = source.sequence.pages ? source.sequence.pages[live] : 0;
+              if (source.sequence.pages && static_cast<unsigned>(page) >= static_cast<unsigned>(params.batch.num_pages)) {
+                bad_block = live;
+                page = -1;  // reads as zeros
+              }
+              unsigned char* k = smem_k + s * Traits::kStageBytes + (b * Traits::kBlock + rank * Traits::kPiece) * 128;
+              for (int h = 0; h < kHalves; ++h, k += Traits::kBoxBytesK) {
+                if constexpr (kCluster == 1)
+                  ptx::tma_load_4d(k, &map_k, &full[s], h * 64, token, 0, page);
+                else
+                  ptx::tma_load_4d_multicast(k, &map_k, &full[s], (1 << kCluster) - 1, h * 64, token, 0, page);
+              }
+            }
+            // Q's place is free later than the first stage's.
+            if (stage == item.first_stage) hand_over();
+          }
+          if (item.end_stage <= item.first_stage) hand_over();
+          if (bad_block >= 0) params.batch.page(source.sequence, source.seq, bad_block);
+        }
+        item.num_tokens = -1;
+        item.end_stage = item.first_stage = 0;
+        hand_over();
+      }
+      __syncwarp();
+    }
+  } else {
+    ptx::grow_registers<224>();
+    const int consumer = warpgroup - 1, quad_lane = lane % 4;
+    const int row0 = consumer * 128 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // rows of this thread: row0 + {0, 8, 64, 72}
+    const std::uint32_t k_address = ptx::smem_address(smem_k);
+    const std::uint32_t q_address = ptx::warp_uniform(ptx::smem_address(smem_q) + consumer * 128 * 128);
+    std::uint32_t uses = 0;
+    if (consumer == 1) ptx::named_barrier_arrive(1, 256);
+    for (std::uint32_t items = 0;; ++items) {
+      ptx::mbarrier_wait(q_full, items & 1);
+      const ScoreItem item = *shared_item;
+      __syncwarp();  // read by all lanes before lane 0 gives it back
+      if (item.num_tokens < 0) break;
+      const auto visible_at = [&](int position) { return min(max(position + 1, 0), item.seqlen_k); };
+      const int full_keys = visible_at(item.first_position);  // what every row sees needs no mask
+      int visible[4];
+      float* out[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = row0 + i / 2 * 64 + i % 2 * 8, token = row / params.num_groups, group = row % params.num_groups;
+        const bool live = token < item.num_tokens;
+        visible[i] = live ? visible_at(item.first_position + token) : 0;
+        out[i] = live ? params.scores + std::int64_t{item.first_token + token - params.token_begin} * params.stride_token +
+                            group * params.stride_group
+                      : nullptr;
+      }
+
+      // The accumulators of a stage and half m of the warpgroup's rows, in turn with the other warpgroup.
+      const auto multiply = [&](float(&acc)[128], int m, std::uint64_t k_desc) {
+        const std::uint64_t q_desc = ptx::smem_descriptor(q_address, 16, 1024);
+        ptx::named_barrier(1 + consumer, 256);
+        ptx::wgmma_fence_operands(acc);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Traits::kSteps; ++step) {
+          ptx::WgmmaSS<T, kKeys>::template run<ptx::Major::kK>(
+              acc, ptx::smem_descriptor_step(q_desc, step / 4 * Traits::kBoxBytesQ + m * 64 * 128 + step % 4 * 32),
+              ptx::smem_descriptor_step(k_desc, step / 4 * Traits::kBoxBytesK + step % 4 * 32), step > 0);
+        }
+        ptx::wgmma_commit();
+        ptx::named_barrier_arrive(2 - consumer, 256);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_operands(acc);
+      };
+      const auto mask = [&](float(&acc)[128], int m, int stage) {
+        if ((stage + 1) * kKeys <= full_keys) return;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int limit = visible[2 * m + r] - stage * kKeys - quad_lane * 2;
+#pragma unroll
+          for (int i = 0; i < kKeys / 8; ++i) {
+            if (i * 8 >= limit) acc[4 * i + 2 * r] = -INFINITY;
+            if (i * 8 + 1 >= limit) acc[4 * i + 2 * r + 1] = -INFINITY;
+          }
+        }
+      };
+      // Four lanes trade their partial maxima of the rows they share: of blocks 0 and 1, or 2 and 3, with the neighbour; then of
+      // the two pairs, so that lane q ends with the maximum of block q, and four blocks leave as one 16-byte row segment.
+      const auto pair_of = [&](float even, float odd) {
+        const float mine = lane & 1 ? odd : even, other = lane & 1 ? even : odd;
+        return ptx::max_nan(mine, __shfl_xor_sync(0xffffffffu, other, 1));
+      };
+      const auto store = [&](int i, int quad, float low, float high) {
+        const float mine = lane & 2 ? high : low, other = lane & 2 ? low : high;
+        const float result = ptx::max_nan(mine, __shfl_xor_sync(0xffffffffu, other, 2));
+        const int column = quad * 4 + quad_lane;
+        if (out[i] && column < params.num_blocks) out[i][column] = result;
+      };
+
+      // No product stays in flight over the back edge: ptxas serialises them otherwise (C7514).
+      for (int stage = item.first_stage; stage < item.end_stage;) {
+        const int quad = stage / Traits::kQuadStages;
+        float kept[4];  // the quad's first pair, where it is a stage of its own
+#pragma unroll
+        for (int i = 0; i < 4; ++i) kept[i] = -INFINITY;
+#pragma unroll
+        for (int sub = 0; sub < Traits::kQuadStages; ++sub, ++stage) {
+          // The keys that anybody sees may end within a quad.
+          if (sub > 0 && stage >= item.end_stage) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) store(i, quad, kept[i], -INFINITY);
+            break;
+          }
+          const std::uint32_t s = uses % kStages;
+          ptx::mbarrier_wait(&full[s], (uses / kStages) & 1);
+          ++uses;
+          const std::uint64_t k_desc = ptx::smem_descriptor(ptx::warp_uniform(k_address + s * Traits::kStageBytes), 16, 1024);
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            float acc[128];
+            multiply(acc, m, k_desc);
+            if (m == 1) {
+              if (kCluster == 1) {
+                if (lane == 0) ptx::mbarrier_arrive(&empty[s]);
+              } else if (lane < kCluster) {
+                ptx::mbarrier_arrive_cluster(&empty[s], lane);
+              }
+              if (stage + 1 == item.end_stage && lane == 0) ptx::mbarrier_arrive(q_empty);
+            }
+            mask(acc, m, stage);
+            float low[2], high[2];
+            constexpr int kGroups = Traits::kBlock / 8, kBlockAcc = Traits::kBlock / 2;
+            if constexpr (Traits::kQuadStages == 2) {
+              row_max<0, kGroups>(acc, low);
+              row_max<kBlockAcc, kGroups>(acc, high);
+#pragma unroll
+              for (int r = 0; r < 2; ++r) {
+                const float pair = pair_of(low[r], high[r]);
+                if (sub == 0)
+                  kept[2 * m + r] = pair;
+                else
+                  store(2 * m + r, quad, kept[2 * m + r], pair);
+              }
+            } else {
+              float low2[2], high2[2];
+              row_max<0, kGroups>(acc, low);
+              row_max<kBlockAcc, kGroups>(acc, high);
+              row_max<2 * kBlockAcc, kGroups>(acc, low2);
+              row_max<3 * kBlockAcc, kGroups>(acc, high2);
+#pragma unroll
+              for (int r = 0; r < 2; ++r) store(2 * m + r, quad, pair_of(low[r], high[r]), pair_of(low2[r], high2[r]));
+            }
           }
         }
       }
-    }
-    return;
-  }
-
-  ptx::grow_registers<232>();
-  const int consumer = warpgroup - 1, thread = threadIdx.x % 128, lane = threadIdx.x % 32, quad = lane % 4;
-  // Rows of this thread: two in each of the two m64 tiles.
-  int visible[4];
-  float* out[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = consumer * 128 + (i / 2) * 64 + (thread / 32) * 16 + lane / 4 + (i % 2) * 8;
-    const int token = row / params.num_groups, group = row % params.num_groups;
-    const bool live = token < num_tokens;
-    visible[i] = live ? sequence.num_visible(first_position + token) : 0;
-    out[i] = live ? params.scores + std::int64_t{first_token + token - params.token_begin} * params.stride_token +
-                        group * params.stride_group
-                  : nullptr;
-  }
-  // Blocks wholly visible to every row of the tile need no mask.
-  const int full_keys = sequence.num_visible(first_position);
-
-  float acc[2][64];
-  // Lane q of a quad keeps the score of block 4j + q, so that four blocks leave as one 16-byte row segment.
-  float kept[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
-
-  auto issue = [&](int half, int s) {
-    const std::uint32_t q = ptx::smem_address(smem_q) + (consumer * 128 + half * 64) * 128;
-    const std::uint32_t k = ptx::smem_address(smem_k) + s * kHalves * Traits::kBoxBytesK;
-    ptx::wgmma_fence_operands(acc[half]);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Traits::kSteps; ++step) {
-      const std::uint32_t column = (step % 4) * 32;
-      ptx::WgmmaSS<T, 128>::template run<ptx::Major::kK>(
-          acc[half], ptx::smem_descriptor(q + (step / 4) * Traits::kBoxBytesQ + column, 16, 1024),
-          ptx::smem_descriptor(k + (step / 4) * Traits::kBoxBytesK + column, 16, 1024), step > 0);
-    }
-    ptx::wgmma_commit();
-  };
-  auto reduce = [&](int half, int local_step) {
-    const int step = first_step + local_step;
-    ptx::wgmma_fence_operands(acc[half]);
-    constexpr int kPairs = 16 / Traits::kBlocksPerStep;  // 8-column groups of one block
-    if ((step + 1) * Traits::kKeys > full_keys) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int limit = visible[half * 2 + r] - step * Traits::kKeys - quad * 2;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          if (i * 8 >= limit) acc[half][4 * i + 2 * r] = -INFINITY;
-          if (i * 8 + 1 >= limit) acc[half][4 * i + 2 * r + 1] = -INFINITY;
-        }
+      for (int i = 0; i < 4; ++i) {
+        if (out[i] == nullptr) continue;
+        for (int column = item.fill_from + quad_lane; column < params.num_blocks; column += 4) out[i][column] = -INFINITY;
       }
+      if (item.end_stage <= item.first_stage && lane == 0) ptx::mbarrier_arrive(q_empty);
     }
-#pragma unroll
-    for (int b = 0; b < Traits::kBlocksPerStep; ++b) {
-      const int block = step * Traits::kBlocksPerStep + b;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float m = ptx::max_nan(acc[half][4 * b * kPairs + 2 * r], acc[half][4 * b * kPairs + 2 * r + 1]);
-#pragma unroll
-        for (int i = 1; i < kPairs; ++i) {
-          m = ptx::max_nan(m, ptx::max_nan(acc[half][4 * (b * kPairs + i) + 2 * r], acc[half][4 * (b * kPairs + i) + 2 * r + 1]));
-        }
-        m = ptx::max_nan(m, __shfl_xor_sync(0xffffffffu, m, 1));
-        m = ptx::max_nan(m, __shfl_xor_sync(0xffffffffu, m, 2));
-        float& keep = kept[half * 2 + r];
-        if (block % 4 == quad) keep = m;
-        if (block % 4 == 3) {
-          const int column = block - 3 + quad;
-          if (out[half * 2 + r] && column < params.num_blocks) out[half * 2 + r][column] = keep;
-          keep = -INFINITY;
-        }
-      }
-    }
-  };
-
-  // No product stays in flight over the back edge: ptxas serialises them otherwise (C7514). While one warpgroup takes its second
-  // row maxima, the other keeps the tensor cores busy.
-  if (num_steps > 0) ptx::mbarrier_wait(q_full, 0);
-  for (int step = 0; step < num_steps; ++step) {
-    const int s = step % kStages;
-    ptx::mbarrier_wait(&full[s], (step / kStages) & 1);
-    issue(0, s);
-    issue(1, s);
-    ptx::wgmma_wait<1>();
-    reduce(0, step);
-    ptx::wgmma_wait<0>();
-    if (lane == 0) ptx::mbarrier_arrive(&empty[s]);
-    reduce(1, step);
+    // The turn that nobody takes any more.
+    if (consumer == 0) ptx::named_barrier(1, 256);
   }
-  // The last, partly filled segment, and -inf up to the width of the row.
-  const int done = (first_step + num_steps) * Traits::kBlocksPerStep, all = all_steps * Traits::kBlocksPerStep;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (out[i] == nullptr) continue;
-    if (num_steps > 0 && done % 4 != 0) {
-      const int column = done / 4 * 4 + quad;
-      if (column < params.num_blocks && (column < done || params.fill)) out[i][column] = column < done ? kept[i] : -INFINITY;
-    }
-    if (params.fill && blockIdx.y == 0) {
-      for (int column = (all + 3) / 4 * 4 + quad; column < params.num_blocks; column += 4) out[i][column] = -INFINITY;
-    }
-  }
+  // Nobody leaves while the other may still arrive on its barriers.
+  if constexpr (kCluster > 1) ptx::cluster_sync();
 }
 
 }  // namespace openmsa::cuda

@@ -1,4 +1,5 @@
-// Work lists of a batch, made on the device: query tiles (longest first) and the first global block of every sequence.
+// Work lists of a batch, made on the device: query tiles (longest first), what they add up to, and the first global block of every
+// sequence.
 //
 // Roles   one CTA. Tiles are counted a sequence at a time, bucketed by how many blocks they see (a counting sort in shared memory),
 //         and written; entries past the last tile get seq = -1. Order inside a bucket is arbitrary and no result depends on it.
@@ -19,6 +20,7 @@ struct PlanParams {
   QueryTile* tiles;           // [capacity]
   std::int32_t* tile_begin;   // [B+1] scratch: first tile of every sequence
   std::int32_t* block_begin;  // [B+1] first global block of every sequence, or null
+  PlanSum* sum;               // [1]
 };
 
 inline constexpr int kPlanThreads = kScanThreads, kPlanBuckets = 1024;
@@ -33,6 +35,7 @@ __device__ inline void plan_range(const PlanParams& params, const Sequence& sequ
 __global__ void __launch_bounds__(kPlanThreads) smxx_plan_kernel(const __grid_constant__ PlanParams params) {
   __shared__ int sums[32];
   __shared__ int buckets[kPlanBuckets];
+  __shared__ PlanSum sum;
   const int block_size = params.batch.block_size, thread = threadIdx.x;
 
   int num_tiles = 0;
@@ -70,10 +73,12 @@ __global__ void __launch_bounds__(kPlanThreads) smxx_plan_kernel(const __grid_co
     if (params.block_begin) params.block_begin[params.batch.num_seqs] = static_cast<std::int32_t>(num_blocks);
   }
   for (int i = thread; i < kPlanBuckets; i += kPlanThreads) buckets[i] = 0;
+  if (thread == 0) sum = {min(num_tiles, params.capacity), 0, 0};
   __syncthreads();
 
   // Two passes over all tiles: count the buckets, then place. Bucket 0 holds the longest.
   const float scale = float(kPlanBuckets) / float(params.batch.max_seqlen_k / block_size + 2);
+  int longest = 0, total_seen = 0;  // blocks, of this thread's tiles
   for (int pass = 0; pass < 2; ++pass) {
     for (int i = thread; i < min(num_tiles, params.capacity); i += kPlanThreads) {
       int low = 0, high = params.batch.num_seqs;
@@ -92,16 +97,32 @@ __global__ void __launch_bounds__(kPlanThreads) smxx_plan_kernel(const __grid_co
       const int blocks = (sequence.num_visible(sequence.first_position + last - 1) + block_size - 1) / block_size;
       const int bucket = max(kPlanBuckets - 1 - static_cast<int>(blocks * scale), 0);
       const int place = atomicAdd(&buckets[bucket], 1);
-      if (pass == 1) params.tiles[place] = {low, begin, last};
+      if (pass == 1) {
+        params.tiles[place] = {low, begin, last};
+      } else {
+        longest = max(longest, blocks);
+        total_seen += blocks;
+      }
     }
     __syncthreads();
     if (pass == 0) {
+      // One atomic a warp: those on 64 bits of shared memory are loops.
+#pragma unroll
+      for (int o = 16; o > 0; o /= 2) {
+        longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, o));
+        total_seen += __shfl_xor_sync(0xffffffffu, total_seen, o);
+      }
+      if (thread % 32 == 0) {
+        atomicMax(&sum.longest, longest);
+        atomicAdd(&sum.total, static_cast<unsigned long long>(total_seen));
+      }
       int total;
       const int begin = scan_prefix(buckets[thread], sums, &total);
       buckets[thread] = begin;
       __syncthreads();
     }
   }
+  if (thread == 0) *params.sum = sum;
   for (int i = num_tiles + thread; i < params.capacity; i += kPlanThreads) params.tiles[i] = {-1, 0, 0};
 }
 

@@ -55,5 +55,9 @@ __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.sha
 __device__ inline void named_barrier(std::uint32_t id, std::uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Counts as arrived there, and goes on.
+__device__ inline void named_barrier_arrive(std::uint32_t id, std::uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 }  // namespace openmsa::cuda::ptx
