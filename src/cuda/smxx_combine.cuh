@@ -89,14 +89,15 @@ __global__ void __launch_bounds__(256) smxx_combine_kernel(const __grid_constant
   if (pair >= std::int64_t{params.chunk_tokens} * params.num_groups) return;
 
   const std::int64_t first = pair * params.top_k;
+  const std::uint32_t taken = params.taken ? params.taken[pair] : 0;
+  if (taken == kTakenAll) return;
   // Where the union took most blocks of a token few partials are left, and the other slots have to cost nothing.
   std::uint32_t live = 0xffffffffu;
-  if ((Traits::kParts << params.log_group) % 32 == 0) {  // a warp has one list
+  if (taken != 0) {  // only with 16 heads a group, where a warp has one list
     const int lane = static_cast<int>(threadIdx.x % 32);
     live = __ballot_sync(0xffffffffu, lane < params.top_k && params.ranks[first + lane] >= 0);
   }
   if (head >= params.group_size) return;
-  if (params.taken && params.taken[pair] == kTakenAll) return;
 
   Combined result{};
   const auto lse_of = [&](int slot) {

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kScanThreads) smxx_invert_items_kernel(const _
   __shared__ int sums[32];
   const int blocks = params.block_begin[params.batch.num_seqs], total = params.num_groups * blocks;
   constexpr int kRun = 4;  // consecutive keys a thread
-  int num_entries = 0, num_items = 0, seq = 0;
+  int num_entries = 0, num_items = 0, seq = 0, seq_begin = 0, seq_end = params.block_begin[min(params.batch.num_seqs, 1)];
   for (int base = 0; base < total; base += kRun * kScanThreads) {
     const int first = base + static_cast<int>(threadIdx.x) * kRun;
     int counts[kRun], entries = 0, items = 0;
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kScanThreads) smxx_invert_items_kernel(const _
       if (first + i < total) params.offsets[first + i] = entry;
       if (counts[i] == 0) continue;
       const int group = (first + i) / blocks, global = (first + i) % blocks;
-      if (params.block_begin[seq] > global || params.block_begin[seq + 1] <= global) {
+      if (seq_begin > global || seq_end <= global) {
         int low = 0, high = params.batch.num_seqs;
         while (high - low > 1) {
           const int middle = (low + high) / 2;
@@ -139,9 +139,11 @@ __global__ void __launch_bounds__(kScanThreads) smxx_invert_items_kernel(const _
             high = middle;
         }
         seq = low;
+        seq_begin = params.block_begin[low];
+        seq_end = params.block_begin[low + 1];
       }
       for (int c = 0; c < counts[i]; c += params.max_item, ++item) {
-        params.items[item] = {seq, global - params.block_begin[seq], group, entry + c, min(params.max_item, counts[i] - c)};
+        params.items[item] = {seq, global - seq_begin, group, entry + c, min(params.max_item, counts[i] - c)};
       }
       entry += counts[i];
     }
