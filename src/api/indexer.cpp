@@ -30,6 +30,10 @@ api::Call<core::BlockScoresParams> prepare(const BlockScoresArgs& args, Mode mod
                                            {.dtype = q_idx.dtype, .index_dim = config.index_dim, .block_size = config.block_size});
   core::Geometry geo = api::make_geometry(batch, config, "q_idx", q_idx.shape[0]);
   api::check_key_extent(checker, "k_idx", k_idx, geo);
+  if (backend == Backend::kCuda && geo.paged() && batch.max_seqlen_k == 0) {
+    // Without a hint the width of the rows bounds the lengths; the kernels report a sequence that is longer.
+    geo.max_seqlen_k = std::min(geo.max_seqlen_k, scores.shape[2] * std::int64_t{config.block_size});
+  }
   api::check_block_width("scores", scores, geo);
   checker.overlap();
   return {{config, geo, q_idx, core::KeyBlocks::of(k_idx, geo.paged()), scores, checker.context()}, &kernel};

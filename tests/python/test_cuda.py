@@ -233,6 +233,17 @@ def test_bad_pages_and_offsets_are_reported(queries):
         openmsa.synchronize("cuda")
 
 
+@pytest.mark.parametrize("queries", [3, 100])
+def test_a_cache_without_keys(queries):
+    config = MsaConfig(**SMALL)
+    q, k, v, q_idx, k_idx, batch = make([queries], [0], config, paged=True)
+    assert openmsa.block_scores(q_idx, k_idx, batch, config).shape == (queries, config.num_kv_heads, 0)
+    assert (openmsa.index_select(q_idx, k_idx, batch, config) == -1).all()
+    for out in (openmsa.msa_attention(q, k, v, q_idx, k_idx, batch, config), openmsa.dense_attention(q, k, v, batch, config)):
+        assert (out == 0).all()
+    openmsa.synchronize()
+
+
 def test_refusals_name_the_rule():
     config = MsaConfig(**SMALL)
     q, k, v, q_idx, k_idx, batch = make([4], [1500], config)
