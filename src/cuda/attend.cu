@@ -25,7 +25,7 @@ struct Scratch {
   std::int32_t log_group;
   void* partial;
   float* partial_lse;
-  std::int32_t *ranks, *offsets, *num_entries, *work;
+  std::int32_t *ranks, *offsets, *first_items, *num_entries, *work;
   std::uint32_t *entries, *union_entries, *taken;
   AttendItem* items;
   // Zeroed before every chunk, in one piece from `offsets` on: these, counts, then next_item, num_work, num_items.
@@ -57,6 +57,7 @@ Scratch reserve(const core::SparseAttentionParams& params) {
   const std::int64_t keys = config.num_kv_heads * s.num_blocks;
   s.items = arena.take<AttendItem>(static_cast<std::size_t>(s.num_slots / kMaxItem + keys));
   s.taken = arena.take<std::uint32_t>(static_cast<std::size_t>(pairs));
+  s.first_items = take(keys);
   s.offsets = take(2 * keys + 3);
   s.counts = s.offsets + keys;
   s.zero_bytes = static_cast<std::size_t>(2 * keys + 3) * sizeof(std::int32_t);
@@ -113,6 +114,7 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   invert.max_item = kMaxItem;
   invert.counts = s.counts;
   invert.offsets = s.offsets;
+  invert.first_items = s.first_items;
   invert.ranks = s.ranks;
   invert.entries = s.entries;
   invert.items = s.items;

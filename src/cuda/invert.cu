@@ -14,7 +14,7 @@ void launch_invert(const InvertParams& params, void* stream) {
   } else {
     launch(smxx_invert_count_kernel, grid, kInvertThreads, 0, stream, Order::kAfter, params);
   }
-  launch(smxx_invert_items_kernel, dim3(1), kScanThreads, 0, stream, Order::kAfter, params);
+  launch(smxx_invert_scan_kernel, dim3(1), kScanThreads, 0, stream, Order::kAfter, params);
   launch(smxx_invert_fill_kernel, grid, kInvertThreads, 0, stream, Order::kAfter, params);
 }
 

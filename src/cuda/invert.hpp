@@ -13,12 +13,13 @@ struct InvertParams {
   const std::int32_t* block_begin;  // [B+1] first global block of every sequence
   const std::uint32_t* taken;       // [chunk tokens, Hkv]: see lists.hpp; null: nothing is taken
   std::int32_t chunk_begin, chunk_tokens, num_groups, top_k;
-  std::int64_t max_blocks;  // of all sequences: bound of block_begin[B]
-  std::int32_t max_item;    // longest work item, tokens
-  std::int32_t* counts;     // [Hkv * blocks], zero at launch; blocks = block_begin[B]
-  std::int32_t* offsets;    // [Hkv * blocks]
-  std::int32_t* ranks;      // [chunk tokens, Hkv, k]; -1: no partial in this slot. 0 where the union leaves one
-  std::uint32_t* entries;   // [chunk tokens * Hkv * k]
+  std::int64_t max_blocks;    // of all sequences: bound of block_begin[B]
+  std::int32_t max_item;      // longest work item, tokens
+  std::int32_t* counts;       // [Hkv * blocks], zero at launch; blocks = block_begin[B]
+  std::int32_t* offsets;      // [Hkv * blocks] first entry of a block
+  std::int32_t* first_items;  // [Hkv * blocks] its first item
+  std::int32_t* ranks;        // [chunk tokens, Hkv, k]; -1: no partial in this slot. 0 where the union leaves one
+  std::uint32_t* entries;     // [chunk tokens * Hkv * k]
   AttendItem* items;
   std::int32_t* num_items;  // [1]
 };

@@ -1,9 +1,9 @@
 // Inverts the selection lists of a chunk of query tokens: for each (group, block) the tokens that chose it, and work items over them.
 //
 // Roles   count: a thread a list slot; an atomic on the block's counter returns the slot's rank in the block. Where the counters of a
-//         group fit, a CTA counts 8,192 slots in shared memory first: a million atomics on 4,096 counters take 60 us. items: one CTA scans the
-//         counters, writes each block's first entry and cuts its tokens into items. fill: a thread a slot writes its entry.
-//         Ranks inside a block depend on timing; results do not, since every (token, slot) writes its own partial.
+//         group fit, a CTA counts 8,192 slots in shared memory first: a million atomics on 4,096 counters take 60 us. scan: one CTA
+//         turns the counters into each block's first entry and first item. fill: a thread a slot writes its entry, and the first of
+//         an item the item. Ranks inside a block depend on timing; results do not, since every (token, slot) writes its own partial.
 // Skipped slots that the union took, slots of -1, and slots that break the rules (reported).
 #pragma once
 
@@ -20,6 +20,7 @@ struct InvertSlot {
   std::int64_t index;  // into ranks
   std::int64_t key;    // into counts
   std::uint32_t entry;
+  std::int32_t seq, block, group;
   bool in_range, live;
   bool of_union;  // holds what the union found for the token
 };
@@ -53,7 +54,12 @@ __device__ inline InvertSlot invert_slot(const InvertParams& params, int token, 
     return slot;
   }
   if (kCheck) params.batch.page(sequence, seq, id);  // reported; reads as zeros
-  slot.key = std::int64_t{group} * params.block_begin[params.batch.num_seqs] + params.block_begin[seq] + id;
+  const int blocks = params.block_begin[params.batch.num_seqs];
+  if (blocks == 0) return slot;  // more than there is room for, by broken offsets: nobody serves them
+  slot.key = std::int64_t{group} * blocks + params.block_begin[seq] + id;
+  slot.seq = seq;
+  slot.block = id;
+  slot.group = group;
   slot.entry = static_cast<std::uint32_t>(token) << kSlotBits | static_cast<std::uint32_t>(i);
   slot.live = true;
   return slot;
@@ -102,16 +108,11 @@ __global__ void __launch_bounds__(kCountThreads) smxx_invert_count_shared_kernel
   }
 }
 
-__global__ void __launch_bounds__(kInvertThreads) smxx_invert_fill_kernel(const __grid_constant__ InvertParams params) {
-  const InvertSlot slot = invert_slot<false>(params, std::int64_t{blockIdx.x} * kInvertThreads + threadIdx.x);
-  if (slot.live) params.entries[params.offsets[slot.key] + params.ranks[slot.index]] = slot.entry;
-}
-
-__global__ void __launch_bounds__(kScanThreads) smxx_invert_items_kernel(const __grid_constant__ InvertParams params) {
+__global__ void __launch_bounds__(kScanThreads) smxx_invert_scan_kernel(const __grid_constant__ InvertParams params) {
   __shared__ int sums[32];
-  const int blocks = params.block_begin[params.batch.num_seqs], total = params.num_groups * blocks;
+  const int total = params.num_groups * params.block_begin[params.batch.num_seqs];
   constexpr int kRun = 4;  // consecutive keys a thread
-  int num_entries = 0, num_items = 0, seq = 0, seq_begin = 0, seq_end = params.block_begin[min(params.batch.num_seqs, 1)];
+  int num_entries = 0, num_items = 0;
   for (int base = 0; base < total; base += kRun * kScanThreads) {
     const int first = base + static_cast<int>(threadIdx.x) * kRun;
     int counts[kRun], entries = 0, items = 0;
@@ -126,31 +127,27 @@ __global__ void __launch_bounds__(kScanThreads) smxx_invert_items_kernel(const _
     int item = num_items + scan_prefix(items, sums, &all_items);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      if (first + i < total) params.offsets[first + i] = entry;
-      if (counts[i] == 0) continue;
-      const int group = (first + i) / blocks, global = (first + i) % blocks;
-      if (seq_begin > global || seq_end <= global) {
-        int low = 0, high = params.batch.num_seqs;
-        while (high - low > 1) {
-          const int middle = (low + high) / 2;
-          if (params.block_begin[middle] <= global)
-            low = middle;
-          else
-            high = middle;
-        }
-        seq = low;
-        seq_begin = params.block_begin[low];
-        seq_end = params.block_begin[low + 1];
-      }
-      for (int c = 0; c < counts[i]; c += params.max_item, ++item) {
-        params.items[item] = {seq, global - seq_begin, group, entry + c, min(params.max_item, counts[i] - c)};
-      }
+      if (first + i >= total) break;
+      params.offsets[first + i] = entry;
+      params.first_items[first + i] = item;
       entry += counts[i];
+      item += (counts[i] + params.max_item - 1) / params.max_item;
     }
     num_entries += all_entries;
     num_items += all_items;
   }
   if (threadIdx.x == 0) *params.num_items = num_items;
+}
+
+__global__ void __launch_bounds__(kInvertThreads) smxx_invert_fill_kernel(const __grid_constant__ InvertParams params) {
+  const InvertSlot slot = invert_slot<false>(params, std::int64_t{blockIdx.x} * kInvertThreads + threadIdx.x);
+  if (!slot.live) return;
+  const int rank = params.ranks[slot.index], begin = params.offsets[slot.key] + rank;
+  params.entries[begin] = slot.entry;
+  if (rank % params.max_item != 0) return;
+  // The first of an item writes it.
+  params.items[params.first_items[slot.key] + rank / params.max_item] = {slot.seq, slot.block, slot.group, begin,
+                                                                         min(params.max_item, params.counts[slot.key] - rank)};
 }
 
 }  // namespace openmsa::cuda

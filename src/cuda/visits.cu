@@ -46,6 +46,7 @@ Visits reserve_visits(core::Arena& arena, const core::Geometry& geo, const MsaCo
   if (every_block) return v;
   v.counts = v.num_items + 1;
   v.offsets = v.counts + v.num_keys;
+  v.first_items = arena.take<std::int32_t>(static_cast<std::size_t>(v.num_keys));
   v.block_begin = arena.take<std::int32_t>(static_cast<std::size_t>(geo.num_seqs + 1));
   v.ranks = arena.take<std::int32_t>(static_cast<std::size_t>(v.num_slots));
   v.unsorted = arena.take<std::uint32_t>(static_cast<std::size_t>(v.num_slots));
@@ -81,6 +82,7 @@ void launch_visits(const Visits& visits, const core::Geometry& geo, const MsaCon
   invert.max_item = visits.max_item;
   invert.counts = visits.counts;
   invert.offsets = visits.offsets;
+  invert.first_items = visits.first_items;
   invert.ranks = visits.ranks;
   invert.entries = visits.unsorted;
   invert.items = visits.items;

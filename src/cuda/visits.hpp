@@ -34,7 +34,7 @@ struct Visits {
 
   // What visits.cu works with; sparse alone.
   std::int64_t num_keys;  // (group, block) of all sequences, at most
-  std::int32_t *counts, *offsets, *block_begin;
+  std::int32_t *counts, *offsets, *first_items, *block_begin;
   std::uint32_t* unsorted;
   std::size_t zero_bytes;  // from next_item on: next_item, num_items, counts, offsets
 };
