@@ -6,7 +6,6 @@
 #include <cstring>
 #include <map>
 
-#include "cuda/dense.hpp"
 #include "cuda/fault.hpp"
 
 const char* cudaGetErrorString(cudaError_t error) {
@@ -76,13 +75,6 @@ namespace openmsa::cuda {
 std::int32_t* fault_claim() {
   static std::int32_t claim = 0;
   return &claim;
-}
-
-// The tile kernel runs in clusters of CTAs and is not emulated: no groups of 9 to 16 heads in sparse_attention.
-void fill_attention(DenseParams&, const MsaConfig&, const TensorView&, const TensorView&) {}
-void launch_dense(DenseMode, const TensorView&, const core::KeyBlocks&, const core::KeyBlocks&, const core::Geometry&,
-                  const MsaConfig&, const DenseParams&, void*) {
-  emulation::fail("sm90_dense is not emulated");
 }
 
 }  // namespace openmsa::cuda
