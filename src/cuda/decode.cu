@@ -19,7 +19,7 @@ struct Scratch {
   std::int32_t num_splits;
   float* partial;
   float2* stats;
-  std::int32_t* arrivals;
+  std::int32_t* counters;
 };
 
 // Into how many units of slots a (token, group) is cut: as many as keep all CTAs equally busy, a unit having a fixed cost of about
@@ -44,7 +44,7 @@ Scratch reserve(core::Arena& arena, std::int64_t total_q, const MsaConfig& confi
              units = rows * static_cast<std::size_t>(scratch.num_splits);
   scratch.partial = arena.take<float>(units * 16 * static_cast<std::size_t>(config.head_dim));
   scratch.stats = arena.take<float2>(units * 16);
-  scratch.arrivals = arena.take<std::int32_t>(rows);
+  scratch.counters = arena.take<std::int32_t>(rows);
   return scratch;
 }
 
@@ -72,7 +72,7 @@ DecodeParams decode_params(const Params& params, const Scratch& scratch) {
   device.stride_lse_token = params.lse.stride[0];
   device.partial = scratch.partial;
   device.partial_stats = scratch.stats;
-  device.arrivals = scratch.arrivals;
+  device.counters = scratch.counters;
   device.num_groups = config.num_kv_heads;
   device.group_size = config.group_size();
   device.top_k = config.top_k;

@@ -1,15 +1,18 @@
 // Decode: attention of few query tokens over their selected blocks, alone (sparse_decode) or behind scoring and selection in the
 // same launch (msa_decode).
 //
-// Roles     one CTA of 16 warps a multiprocessor, launched together (cooperative). A (query token, group) is a row of work, cut into
-//           `num_splits` units of consecutive slots; a unit keeps O, its maximum and its sum in registers. The tile's 16 rows are
-//           the group's heads, padded; in Q K^T a warp takes 8 keys, in P V 8 dims.
+// Roles     one CTA of 16 warps a multiprocessor, launched together (cooperative). A (query token, group) is a row of work, cut
+//           into `num_splits` units of consecutive slots; a unit keeps O, its maximum and its sum in registers. The tile's 16 rows
+//           are the group's heads, padded; in Q K^T a warp takes 8 keys, in P V 8 dims.
 // Stages    score (smxx_score_few.cuh) -> grid barrier -> each CTA selects for its rows (smxx_select_few.cuh; the CTAs that share
-//           a row repeat its selection, which costs less than another barrier) -> attend -> merge.
-// Loads     K and V by cp.async into one buffer each: the next K is on its way from the moment this block's scores are there, the next
-//           V from the end of P V. More shared memory would be slower: loads in flight need room in the L1 (see docs/kernels.md).
-// Merge     every unit of a row that was split leaves an fp32 partial with maximum and sum; the last to arrive merges them in slot
-//           order, so that runs repeat bitwise.
+//           a row repeat its selection, which costs less than another barrier) -> attend -> merge. Between its arrival at the grid
+//           barrier and the end of its wait a CTA loads its first row's queries and page table. sparse_decode needs the barrier
+//           for its cleared counters only, and waits when its first unit is done.
+// Loads     K and V by cp.async into one buffer each: the next K is on its way from the moment this block's scores are there, the
+//           next V from the end of P V. More shared memory would be slower: loads in flight need room in the L1 (docs/kernels.md).
+// Merge     every unit of a row that was split leaves an fp32 partial with maximum and sum and counts itself done. When a CTA has
+//           done all its units it waits for the rest of each one's row and merges its share of the row's heads, in slot order, so
+//           that runs repeat bitwise. Nobody counts after waiting, so nobody waits for ever.
 // Shared    K and V 64 KB; P 4.3 KB, maxima and sums 2 KB, the row's queries 4 KB, ids and pages. The scratch of score and of select
 //           lies over it.
 // Registers at most 128 (512 threads).
@@ -18,7 +21,10 @@
 
 #include <cooperative_groups.h>
 
+#include <utility>
+
 #include "cuda/ptx/convert.cuh"
+#include "cuda/ptx/global.cuh"
 #include "cuda/smxx_score_few.cuh"
 #include "cuda/smxx_select_few.cuh"
 
@@ -40,7 +46,7 @@ struct DecodeParams {
   std::int64_t stride_lse_token;
   float* partial;                        // [units, 16, D], none if num_splits is 1
   float2* partial_stats;                 // [units, 16]: max (in log2 units), sum
-  std::int32_t* arrivals;                // [tokens of the launch, Hkv], none if num_splits is 1
+  std::int32_t* counters;                // [tokens of the launch, Hkv] of units done, none if num_splits is 1
   std::int32_t token_begin, num_tokens;  // packed query tokens of this launch; rows count from its first
   std::int32_t num_groups, group_size, top_k;
   std::int32_t num_splits;  // units a row, at most top_k
@@ -71,11 +77,6 @@ struct DecodeRow {
   __device__ __forceinline__ void load(const DecodeParams& params, int row, uint4* smem_q) {
     using T = typename Traits::T;
     token = params.token_begin + row / params.num_groups, group = row % params.num_groups;
-    seq = params.batch.sequence_of(token);
-    params.batch.load(seq, &sequence);  // a broken one sees nothing
-    const int position = sequence.first_position + token - sequence.query_begin;
-    visible = sequence.num_visible(position);
-    own_block = position < 0 ? -1 : position / Traits::kBlock;
     if (threadIdx.x < Traits::kSteps * 32) {
       const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, dim = threadIdx.x / 32 * 16 + 2 * c;
       const T* q = static_cast<const T*>(params.q) + std::int64_t{token} * params.stride_q_token + dim;
@@ -86,25 +87,38 @@ struct DecodeRow {
       };
       smem_q[threadIdx.x] = uint4{word(r, 0), word(r + 8, 0), word(r, 8), word(r + 8, 8)};
     }
+    seq = params.batch.sequence_of(token);
+    params.batch.load(seq, &sequence);  // a broken one sees nothing
+    const int position = sequence.first_position + token - sequence.query_begin;
+    visible = sequence.num_visible(position);
+    own_block = position < 0 ? -1 : position / Traits::kBlock;
   }
 };
 
-// The list of a row as the caller gave it, into shared memory; a bad id is reported and becomes -1. For threads below top_k.
-__device__ __forceinline__ void decode_read_ids(const DecodeParams& params, int row, int token, int group, int visible, int* ids) {
-  if (threadIdx.x < static_cast<unsigned>(params.top_k)) {
-    const int slot = threadIdx.x;
-    const std::int32_t* list = params.block_ids + std::int64_t{token} * params.stride_id_token + group * params.stride_id_group;
-    int block = list[slot];
-    const int before = slot > 0 ? list[slot - 1] : -1;
-    if (block < -1 || block * std::int64_t{params.batch.block_size} >= visible) {
-      report(params.batch.fault, FaultCode::kBlockId, row, slot, block);
-      block = -1;
-    } else if (block >= 0 && slot > 0 && (before < 0 || before >= block)) {
-      report(params.batch.fault, FaultCode::kBlockOrder, row, slot, block);
-      block = -1;
-    }
-    ids[slot] = block;
+// A thread's slot of a row's list as the caller gave it, and the slot before.
+struct DecodeSlot {
+  int block, before;
+};
+__device__ __forceinline__ DecodeSlot decode_slot(const DecodeParams& params, int row) {
+  const int slot = threadIdx.x, token = params.token_begin + row / params.num_groups, group = row % params.num_groups;
+  if (slot >= params.top_k) return {-1, -1};
+  const std::int32_t* list = params.block_ids + std::int64_t{token} * params.stride_id_token + group * params.stride_id_group;
+  return {list[slot], slot > 0 ? list[slot - 1] : -1};
+}
+
+// The list goes to shared memory; a bad id is reported and becomes -1. `row` is what a fault names.
+__device__ __forceinline__ void decode_check_ids(const DecodeParams& params, DecodeSlot at, int row, int visible, int* ids) {
+  const int slot = threadIdx.x;
+  if (slot >= params.top_k) return;
+  int block = at.block;
+  if (block < -1 || block * std::int64_t{params.batch.block_size} >= visible) {
+    report(params.batch.fault, FaultCode::kBlockId, row, slot, block);
+    block = -1;
+  } else if (block >= 0 && slot > 0 && (at.before < 0 || at.before >= block)) {
+    report(params.batch.fault, FaultCode::kBlockOrder, row, slot, block);
+    block = -1;
   }
+  ids[slot] = block;
 }
 
 // Behind select's scratch, under K and V.
@@ -258,23 +272,32 @@ __device__ __forceinline__ void decode_write_lse(const DecodeParams& params, int
       sum == 0.f ? -INFINITY : (top + log2f(sum)) * 0.6931471805599453f;
 }
 
-// The partials of a row, merged in slot order. A warp a head.
+// A unit's share of its row's merge: every num_splits-th of the row's 64-dim parts of heads, a warp each, over the partials in slot
+// order. No barrier of the CTA: the warps without a share go on.
 template <typename Traits>
-__device__ __forceinline__ void decode_merge(const DecodeParams& params, int first_unit, int token, int group) {
-  constexpr int kHeadDim = Traits::kHeadDim;
-  const int head = threadIdx.x / 32, lane = threadIdx.x % 32, count = params.num_splits;  // at most 32, as k is
+__device__ __forceinline__ void decode_merge(const DecodeParams& params, int unit) {
+  constexpr int kHeadDim = Traits::kHeadDim, kParts = (kHeadDim + 63) / 64;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = params.num_splits;  // 2..32, so 16 warps take all parts
+  const int index = unit / count, split = unit % count, share = warp * count + split;
+  const int head = share / kParts, part = share % kParts, dim = part * 64 + lane * 2;
   if (head >= params.group_size) return;
-  const float2 stats = lane < count ? __ldcg(params.partial_stats + (first_unit + lane) * 16 + head) : float2{-INFINITY, 0.f};
-  const float* partial = params.partial + (std::int64_t{first_unit} * 16 + head) * kHeadDim + lane * 4;
+  if (lane == 0) {
+    while (ptx::load_acquire(params.counters + index) < count) {
+    }
+  }
+  __syncwarp();
+  const std::int64_t first_row = std::int64_t{index} * count * 16 + head;
+  const float2 stats = lane < count ? __ldcg(params.partial_stats + first_row + lane * 16) : float2{-INFINITY, 0.f};
+  const float* partial = params.partial + first_row * kHeadDim + dim;
   float top = -INFINITY, offset = 0.f, weight = 0.f, sum = 0.f;
-  float4 acc = {0.f, 0.f, 0.f, 0.f};
+  float2 acc = {0.f, 0.f};
   for (int i0 = 0; i0 < count; i0 += 16) {
-    float4 x[16];
+    float2 x[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      x[i] = i0 + i < count && lane * 4 < kHeadDim
-                 ? __ldcg(reinterpret_cast<const float4*>(partial + std::int64_t{i0 + i} * 16 * kHeadDim))
-                 : float4{0.f, 0.f, 0.f, 0.f};
+      x[i] = i0 + i < count && dim < kHeadDim
+                 ? __ldcg(reinterpret_cast<const float2*>(partial + std::int64_t{i0 + i} * 16 * kHeadDim))
+                 : float2{0.f, 0.f};
     }
     if (i0 == 0) {  // under the first loads
       top = stats.x;
@@ -287,44 +310,45 @@ __device__ __forceinline__ void decode_merge(const DecodeParams& params, int fir
     for (int i = 0; i < 16; ++i) {
       const float w = __shfl_sync(0xffffffffu, weight, i0 + i);
       sum = fmaf(w, __shfl_sync(0xffffffffu, stats.y, i0 + i), sum);
-      acc.x = fmaf(w, x[i].x, acc.x), acc.y = fmaf(w, x[i].y, acc.y), acc.z = fmaf(w, x[i].z, acc.z),
-      acc.w = fmaf(w, x[i].w, acc.w);
+      acc.x = fmaf(w, x[i].x, acc.x), acc.y = fmaf(w, x[i].y, acc.y);
     }
   }
+  const int token = params.token_begin + index / params.num_groups, group = index % params.num_groups;
   const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-  if (lane * 4 < kHeadDim) {
-    decode_write<Traits>(params, token, group, head, lane * 4, acc.x * inverse, acc.y * inverse);
-    decode_write<Traits>(params, token, group, head, lane * 4 + 2, acc.z * inverse, acc.w * inverse);
-  }
-  if (lane == 0) decode_write_lse(params, token, group, head, offset, sum);
+  if (dim < kHeadDim) decode_write<Traits>(params, token, group, head, dim, acc.x * inverse, acc.y * inverse);
+  if (part == 0 && lane == 0) decode_write_lse(params, token, group, head, offset, sum);
 }
 
-// The units of this CTA. `ready` returns when rows may be selected and counters used; `select` fills ids (shared memory) for a row.
-template <typename Traits, typename Ready, typename Select>
-__device__ __forceinline__ void decode_units(const DecodeParams& params, unsigned char* smem, Ready ready, Select select) {
+// The units of this CTA. `ready` returns when rows may be selected. `counted` returns when the counters may be used and what the CTA
+// wrote before is ordered before what it does then; it is called once a unit. `select` fills ids (shared memory) for a row, for the
+// first warp to read; where it takes its time (kCachePages) the first row's page table waits for it in shared memory.
+template <typename Traits, bool kCachePages, typename Ready, typename Counted, typename Select>
+__device__ __forceinline__ void decode_units(const DecodeParams& params, unsigned char* smem, Ready ready, Counted counted,
+                                             Select select) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
   int *ids = reinterpret_cast<int*>(smem + Traits::kIdsOffset), *pages = ids + 32;
   uint4* smem_q = reinterpret_cast<uint4*>(smem + Traits::kQueryOffset);
   float* smem_sum = reinterpret_cast<float*>(smem + Traits::kSumOffset);
-  __shared__ int last_to_arrive;
   const int splits = params.num_splits, num_units = params.num_tokens * params.num_groups * splits;
-  // The page table of the first row's sequence waits in shared memory for the selection to end.
   int* page_row = reinterpret_cast<int*>(smem + kDecodePagesOffset);
   constexpr int kCachedPages = (Traits::kPOffset - kDecodePagesOffset) / 4;
   int cached = 0;
   DecodeRow<Traits> row;
   if (static_cast<int>(blockIdx.x) < num_units) {
     row.load(params, blockIdx.x / splits, smem_q);
-    if (row.sequence.pages) cached = min((row.visible + Traits::kBlock - 1) / Traits::kBlock, kCachedPages);
-    for (int i = threadIdx.x; i < cached; i += kFewThreads) page_row[i] = row.sequence.pages[i];
+    if (kCachePages && row.sequence.pages) cached = min((row.visible + Traits::kBlock - 1) / Traits::kBlock, kCachedPages);
+    for (int i = threadIdx.x; i < cached; i += kFewThreads)
+      ptx::copy_async<4>(ptx::smem_address(page_row + i), row.sequence.pages + i, 4);
+    ptx::copy_async_commit();
   }
   ready();
+  ptx::copy_async_wait<0>();
   for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
     const int index = unit / splits, split = unit % splits;
     if (unit != static_cast<int>(blockIdx.x)) row.load(params, index, smem_q);
     const int begin = params.top_k * split / splits, end = params.top_k * (split + 1) / splits;
-    __syncthreads();  // the list of the row before has been read
-    select(row, split == 0, ids);
+    __syncthreads();  // the list of the row before has been read, this one's queries and pages are there
+    select(row, index, split == 0, ids);
     if (threadIdx.x < static_cast<unsigned>(params.top_k)) {
       const int block = ids[threadIdx.x];
       pages[threadIdx.x] = block < 0        ? -1
@@ -370,36 +394,45 @@ __device__ __forceinline__ void decode_units(const DecodeParams& params, unsigne
       }
     }
     if (splits == 1) continue;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();  // of what the whole CTA wrote, which the barrier has ordered before it
-      last_to_arrive = atomicAdd(params.arrivals + index, 1) == splits - 1;
-      __threadfence();
-    }
-    __syncthreads();
-    if (last_to_arrive) {
-      decode_merge<Traits>(params, index * splits, row.token, row.group);
-    }
+    counted();
+    if (threadIdx.x == 0) ptx::add_release(params.counters + index, 1);
   }
+  if (splits == 1) return;
+  for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) decode_merge<Traits>(params, unit);
 }
 
-// CTA 0 clears the arrival counters; a grid barrier must follow before they are used.
+// CTA 0 clears the counters; a grid barrier must follow before they are used.
 __device__ __forceinline__ void decode_clear(const DecodeParams& params) {
   if (blockIdx.x != 0 || params.num_splits == 1) return;
-  for (int i = threadIdx.x; i < params.num_tokens * params.num_groups; i += kFewThreads) params.arrivals[i] = 0;
+  for (int i = threadIdx.x; i < params.num_tokens * params.num_groups; i += kFewThreads) params.counters[i] = 0;
 }
 
 template <typename Traits>
 __global__ void __launch_bounds__(kFewThreads, 1) smxx_decode_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(16) unsigned char smem[];
+  const auto grid = cooperative_groups::this_grid();
+  bool waiting = params.num_splits > 1;
   decode_clear(params);
-  decode_units<Traits>(
-      params, smem,
+  unsigned token = 0;
+  if (waiting) token = grid.barrier_arrive();
+  int listed = blockIdx.x / params.num_splits;
+  DecodeSlot slot =
+      listed < params.num_tokens * params.num_groups ? decode_slot(params, listed) : DecodeSlot{};  // under the loads of its row
+  decode_units<Traits, false>(
+      params, smem, [] {},
       [&] {
-        if (params.num_splits > 1) cooperative_groups::this_grid().sync();
+        if (waiting) {
+          grid.barrier_wait(std::move(token));
+        } else {
+          __syncthreads();
+        }
+        waiting = false;
       },
-      [&](const DecodeRow<Traits>& row, bool, int* ids) {
-        decode_read_ids(params, row.token * params.num_groups + row.group, row.token, row.group, row.visible, ids);
+      [&](const DecodeRow<Traits>& row, int index, bool, int* ids) {
+        if (index != listed) slot = decode_slot(params, index);
+        listed = index;
+        decode_check_ids(params, slot, row.token * params.num_groups + row.group, row.visible, ids);
+        __syncwarp();
       });
 }
 
@@ -409,13 +442,15 @@ __global__ void __launch_bounds__(kFewThreads, 1)
                            const __grid_constant__ SelectParams choice) {
   extern __shared__ __align__(16) unsigned char smem[];
   static_assert(kDecodePagesOffset + 4096 <= Traits::kPOffset);
+  const auto grid = cooperative_groups::this_grid();
   decode_clear(params);
   few_score<ScoreTraits>(score, smem);
-  decode_units<Traits>(
-      params, smem, [] { cooperative_groups::this_grid().sync(); },
-      [&](const DecodeRow<Traits>& row, bool first_split, int* ids) {
-        const SelectToken token{row.token, (row.visible + Traits::kBlock - 1) / Traits::kBlock, row.own_block};
-        SelectRow where = select_row(choice, token, row.group);
+  unsigned token = grid.barrier_arrive();
+  decode_units<Traits, true>(
+      params, smem, [&] { grid.barrier_wait(std::move(token)); }, [] { __syncthreads(); },
+      [&](const DecodeRow<Traits>& row, int, bool first_split, int* ids) {
+        const SelectToken seen{row.token, (row.visible + Traits::kBlock - 1) / Traits::kBlock, row.own_block};
+        SelectRow where = select_row(choice, seen, row.group);
         std::int32_t* list = where.ids;
         where.ids = ids;
         select_few(choice, where, smem);

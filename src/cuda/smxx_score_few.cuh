@@ -3,9 +3,11 @@
 // Roles     one CTA of 16 warps a multiprocessor; each of its four quads of warps takes an equal run of the batch's blocks,
 //           whatever sequences they belong to; a warp takes a quarter of a block (32 or 16 keys) in m16 tiles. The query rows
 //           (tokens x index heads, at most 64) are the n8 tiles.
+// Prelude   up to 32 sequences, every warp lays out the batch by itself, a lane a sequence: nothing is in flight until that is done.
 // Loads     keys go from memory straight to registers as 16-byte pieces (see ptx/mma.cuh for the order trick); 8 KB a warp are in
-//           flight. The queries sit in the quad's shared memory.
-// Shared    block_begin 4 KB; a quad: queries 16 KB, maxima of its warps 2 KB.
+//           flight, the next block's from the moment the last products of this one are issued. The first block's start before the
+//           queries are there, which sit in the quad's shared memory.
+// Shared    the layout 4 KB; a quad: queries 16 KB, maxima of its warps 2 KB.
 // Barriers  named 1..4, one a quad, 128 threads.
 // Registers at most 128 (512 threads a CTA).
 // Empty     a sequence without queries or keys has no blocks. `fill` writes -inf past what its queries see; select does not look.
@@ -47,51 +49,105 @@ struct ScoreFewTraits {
   static constexpr int kSmemBytes = kBeginBytes + kFewQuads * kQuadBytes;
 };
 
-// begin[i], i = 0..count: number of blocks that the queries of sequences first .. first + i - 1 see. By the whole CTA.
-__device__ __forceinline__ void few_block_begin(const BatchParams& batch, int first, int count, int* begin, int* sums) {
-  int base = 0;
-  for (int i0 = 0; i0 < count; i0 += kFewThreads) {
-    const int i = i0 + threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int blocks = 0;
-    Sequence sequence;
-    if (i < count && batch.load(first + i, &sequence) && sequence.seqlen_q > 0) {
-      blocks = (sequence.num_visible(sequence.first_position + sequence.seqlen_q - 1) + batch.block_size - 1) / batch.block_size;
+// Sequence `seq`, whose queries see blocks [begin, end) of those numbered through a batch.
+struct FewPlace {
+  Sequence sequence;
+  int seq, begin, end;
+};
+
+// The blocks that the queries of sequences first .. first + count - 1 see, numbered through. By whole warps.
+template <typename Traits>
+struct FewBlocks {
+  const BatchParams& batch;
+  int first, count;
+  int* begin;  // shared memory; more than 32 sequences: [count + 1], and room for the warps' sums behind
+  int end;     // up to 32: where the blocks of this lane's one end; the sequences lie at `begin`, each warp having written the same
+
+  __device__ __forceinline__ FewBlocks(const BatchParams& batch, int first, int count, int* memory)
+      : batch(batch), first(first), count(count), begin(memory) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Sequence sequence{};
+    if (count <= 32) {
+      end = scan(lane < count ? load(first + lane, &sequence) : 0);
+      if (lane < count) reinterpret_cast<Sequence*>(begin)[lane] = sequence;
+      __syncwarp();
+      return;
     }
-    int sum = blocks;
+    int* sums = begin + kFewSeqs + 4;
+    int base = 0;
+    for (int i0 = 0; i0 < count; i0 += kFewThreads) {
+      const int i = i0 + threadIdx.x, sum = scan(i < count ? load(first + i, &sequence) : 0);
+      if (lane == 31) sums[warp] = sum;
+      __syncthreads();
+      int before = base, total = base;
+#pragma unroll
+      for (int w = 0; w < kFewThreads / 32; ++w) {
+        before += w < warp ? sums[w] : 0;
+        total += sums[w];
+      }
+      if (i < count) begin[i + 1] = before + sum;
+      base = total;
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) begin[0] = 0;
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ int total() const { return count <= 32 ? __shfl_sync(0xffffffffu, end, 31) : begin[count]; }
+
+  // The sequence, counted from `first`, that holds a block.
+  __device__ __forceinline__ int find(int block) const {
+    if (count <= 32) return __popc(__ballot_sync(0xffffffffu, end <= block));
+    int low = 0, high = count;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (begin[middle] <= block ? low : high) = middle;
+    }
+    return low;
+  }
+
+  __device__ __forceinline__ FewPlace at(int i) const {
+    FewPlace place;
+    place.seq = first + i;
+    if (count > 32) {
+      batch.load<false>(place.seq, &place.sequence);
+      place.begin = begin[i], place.end = begin[i + 1];
+      return place;
+    }
+    place.sequence = reinterpret_cast<const Sequence*>(begin)[i];
+    place.begin = i == 0 ? 0 : __shfl_sync(0xffffffffu, end, i - 1), place.end = __shfl_sync(0xffffffffu, end, i);
+    return place;
+  }
+
+ private:
+  __device__ __forceinline__ int load(int seq, Sequence* sequence) {  // and how many blocks its queries see
+    if (!batch.load(seq, sequence) || sequence->seqlen_q == 0) return 0;
+    return (sequence->num_visible(sequence->first_position + sequence->seqlen_q - 1) + Traits::kBlock - 1) / Traits::kBlock;
+  }
+  static __device__ __forceinline__ int scan(int sum) {
 #pragma unroll
     for (int o = 1; o < 32; o *= 2) {
       const int x = __shfl_up_sync(0xffffffffu, sum, o);
-      if (lane >= o) sum += x;
+      if (static_cast<int>(threadIdx.x % 32) >= o) sum += x;
     }
-    if (lane == 31) sums[warp] = sum;
-    __syncthreads();
-    int before = base, total = base;
-#pragma unroll
-    for (int w = 0; w < kFewThreads / 32; ++w) {
-      before += w < warp ? sums[w] : 0;
-      total += sums[w];
-    }
-    if (i < count) begin[i + 1] = before + sum;
-    base = total;
-    __syncthreads();
+    return sum;
   }
-  if (threadIdx.x == 0) begin[0] = 0;
-  __syncthreads();
-}
+};
 
 // Blocks [begin, end) of one sequence, by one quad.
 template <typename Traits>
-__device__ __forceinline__ void few_score_run(const ScoreFewParams& params, int seq, int begin, int end, unsigned char* memory) {
+__device__ __forceinline__ void few_score_run(const ScoreFewParams& params, const FewPlace& place, int begin, int end,
+                                              unsigned char* memory) {
   using T = typename Traits::T;
   constexpr int kSegments = Traits::kSegments, kTiles = Traits::kTiles, kKeyTiles = Traits::kKeyTiles, kBlock = Traits::kBlock;
   const int quad = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, r = lane / 4,
             c = lane % 4;
   uint4* smem_q = reinterpret_cast<uint4*>(memory);
   float* maxima = reinterpret_cast<float*>(memory + Traits::kQueryBytes);  // [2][4][kTiles * 8]
-  Sequence sequence;
-  params.batch.load<false>(seq, &sequence);
+  const Sequence& sequence = place.sequence;
+  int listed = sequence.pages ? sequence.pages[begin] : 0;
   const int num_rows = sequence.seqlen_q * params.num_groups, num_tiles = (num_rows + 7) / 8;
-  const T* q_base = static_cast<const T*>(params.q_idx);
+  const T *q_base = static_cast<const T*>(params.q_idx), *k_base = static_cast<const T*>(params.k_idx);
   auto load_q = [&](int tile, int segment) {
     const int row = tile * 8 + r;
     if (row >= num_rows) return uint4{0, 0, 0, 0};
@@ -99,20 +155,15 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, int 
                                            (std::int64_t{sequence.query_begin} + row / params.num_groups) * params.stride_q_token +
                                            row % params.num_groups * params.stride_q_group + segment * 32 + c * 8);
   };
-  int page = params.batch.page(sequence, seq, begin);
-  for (int i = warp; i < num_tiles * kSegments; i += 4) smem_q[i * 32 + lane] = load_q(i / kSegments, i % kSegments);
-  ptx::named_barrier(1 + quad, 128);
-  const int seen_by_all = sequence.num_visible(sequence.first_position);
-
-  const T* k_base = static_cast<const T*>(params.k_idx);
-  int turn = 0;
-  for (int block = begin; block < end; ++block, turn ^= 1) {
+  uint4 a[kKeyTiles][2][kSegments];
+  // Of the block whose page was looked up last; the page of the one behind it is looked up while these keys are on their way.
+  const auto load_keys = [&](int block) {
+    const int page = sequence.pages ? params.batch.checked_page(place.seq, block, listed) : 0;
     // Keys past the sequence's end are masked below, so any readable row does for them; a bad page reads queries instead of keys.
     const int last_key = page < 0 ? 0 : min(sequence.seqlen_k - block * kBlock, kBlock) - 1;
     const T* k = page < 0         ? q_base
                  : sequence.pages ? k_base + page * params.stride_k_page
                                   : k_base + (sequence.key_begin + std::int64_t{block} * kBlock) * params.stride_k_token;
-    uint4 a[kKeyTiles][2][kSegments];
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
@@ -122,8 +173,15 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, int 
         for (int s = 0; s < kSegments; ++s) a[m][h][s] = ptx::load_stream(key + s * 32);
       }
     }
-    // The page of the next turn is looked up while this one's keys are on their way.
-    page = block + 1 < end ? params.batch.page(sequence, seq, block + 1) : 0;
+    if (sequence.pages && block + 1 < end) listed = sequence.pages[block + 1];
+  };
+  load_keys(begin);
+  for (int i = warp; i < num_tiles * kSegments; i += 4) smem_q[i * 32 + lane] = load_q(i / kSegments, i % kSegments);
+  ptx::named_barrier(1 + quad, 128);
+  const int seen_by_all = sequence.num_visible(sequence.first_position);
+
+  int turn = 0;
+  for (int block = begin; block < end; ++block, turn ^= 1) {
     const bool masked = (block + 1) * kBlock > seen_by_all;
     float* mine = maxima + turn * 4 * kTiles * 8;
 #pragma unroll 1
@@ -149,6 +207,7 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, int 
 #pragma unroll
         for (int j = 0; j < 4; ++j) best[j % 2] = ptx::max_nan(best[j % 2], d[j]);
       }
+      if (n + 1 == num_tiles && block + 1 < end) load_keys(block + 1);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -170,40 +229,34 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, int 
 // The scores of the whole batch, by the whole grid.
 template <typename Traits>
 __device__ __forceinline__ void few_score(const ScoreFewParams& params, unsigned char* smem) {
-  int* block_begin = reinterpret_cast<int*>(smem);
-  int* sums = block_begin + kFewSeqs + 4;
-  const int quad = threadIdx.x / 128, unit = blockIdx.x * kFewQuads + quad, num_units = gridDim.x * kFewQuads;
+  const int quad = threadIdx.x / 128, unit = quad * gridDim.x + blockIdx.x, num_units = gridDim.x * kFewQuads;
   unsigned char* memory = smem + Traits::kBeginBytes + quad * Traits::kQuadBytes;
   for (int first = 0; first < params.batch.num_seqs; first += kFewSeqs) {
     const int count = min(params.batch.num_seqs - first, kFewSeqs);
-    few_block_begin(params.batch, first, count, block_begin, sums);
-    const std::int64_t total = block_begin[count];
-    int begin = static_cast<int>(total * unit / num_units);
-    const int end = static_cast<int>(total * (unit + 1) / num_units);
-    int low = 0, high = count;  // the sequence that holds block `begin`
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (block_begin[middle] <= begin ? low : high) = middle;
-    }
-    for (int i = low; begin < end; ++i) {
-      const int stop = min(end, block_begin[i + 1]);
-      if (begin < stop) few_score_run<Traits>(params, first + i, begin - block_begin[i], stop - block_begin[i], memory);
-      begin = max(begin, stop);
+    const FewBlocks<Traits> blocks(params.batch, first, count, reinterpret_cast<int*>(smem));
+    const int total = blocks.total(), each = total / num_units, longer = total - each * num_units;
+    int block = each * unit + min(unit, longer);
+    const int end = block + each + (unit < longer ? 1 : 0);
+    while (block < end) {
+      const FewPlace place = blocks.at(blocks.find(block));
+      const int stop = min(end, place.end);
+      few_score_run<Traits>(params, place, block - place.begin, stop - place.begin, memory);
+      block = stop;
     }
     if (params.fill) {
       for (int i = 0; i < count; ++i) {
-        Sequence sequence;
-        const int seen = block_begin[i + 1] - block_begin[i], width = params.num_blocks - seen;
-        if (width <= 0 || !params.batch.load<false>(first + i, &sequence)) continue;
-        const std::int64_t cells = std::int64_t{sequence.seqlen_q} * params.num_groups * width;
+        const FewPlace place = blocks.at(i);
+        const int seen = place.end - place.begin, width = params.num_blocks - seen;
+        if (width <= 0) continue;
+        const std::int64_t cells = std::int64_t{place.sequence.seqlen_q} * params.num_groups * width;
         for (std::int64_t cell = blockIdx.x * kFewThreads + threadIdx.x; cell < cells; cell += gridDim.x * kFewThreads) {
           const int row = static_cast<int>(cell / width);
-          params.scores[(std::int64_t{sequence.query_begin} + row / params.num_groups) * params.stride_token +
+          params.scores[(std::int64_t{place.sequence.query_begin} + row / params.num_groups) * params.stride_token +
                         row % params.num_groups * params.stride_group + seen + cell % width] = -INFINITY;
         }
       }
     }
-    __syncthreads();
+    if (first + kFewSeqs < params.batch.num_seqs) __syncthreads();  // the layout has been read
   }
 }
 
