@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(32 * kUnionWarps) smxx_union_kernel(const __gr
     params.batch.load(tile.seq, &sequence);
     const int num_tokens = tile.end - tile.first;
     maps[warp][lane] = 0;
+    int num_ids = 0;  // of the list of token lane / 4, then of token `lane`
     __syncwarp();
     {
       const int token = lane / 4;
@@ -60,9 +61,13 @@ __global__ void __launch_bounds__(32 * kUnionWarps) smxx_union_kernel(const __gr
       for (int slot = lane % 4; slot < params.top_k && token < num_tokens; slot += 4) {
         const int id = ids[slot];
         lists[warp][token][slot] = id;
+        num_ids += id == -1 ? 0 : 1;
         if (id >= 0) atomicOr(&maps[warp][id / 32 % kUnionMapWords], 1u << id % 32);
       }
     }
+    num_ids += __shfl_xor_sync(0xffffffffu, num_ids, 1);
+    num_ids += __shfl_xor_sync(0xffffffffu, num_ids, 2);
+    num_ids = __shfl_sync(0xffffffffu, num_ids, lane * 4 % 32);
     __syncwarp();
     std::uint32_t taken = 0;
     if (__reduce_add_sync(0xffffffffu, __popc(maps[warp][lane])) <= kUnionMaxDistinct) {
@@ -100,7 +105,7 @@ __global__ void __launch_bounds__(32 * kUnionWarps) smxx_union_kernel(const __gr
           }
         }
       }
-      const bool left = __popc(taken) < slot;  // some of this lane's token's blocks
+      const bool left = __popc(taken) < num_ids;  // some of this lane's token's blocks
       const int partials = __popc(__ballot_sync(0xffffffffu, taken != 0 && left));
       const int both_sides = __popc(__ballot_sync(0xffffffffu, (mine >> 24 & 0xfu) != 0 && mine >> 28 != 0));
       const int pairs = __reduce_add_sync(0xffffffffu, __popc(mine >> 24));

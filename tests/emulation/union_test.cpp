@@ -192,8 +192,15 @@ TEST_P(EmulatedUnion, ListsThatBreakTheRulesAreReported) {
   Rng rng(9);
   const Problem problem(make_config(1, 16, 64, 64, 64, 4), single(20, 900), DType::kBF16, rng);
   const Tensor good = drifting_block_ids(problem, rng, 0);
-  for (const std::vector<double>& row : std::vector<std::vector<double>>{
-           {0, 99, -1, -1}, {3, 1, 2, 5}, {0, 1, 1, 5}, {-7, 0, 1, 2}, {0, 1, 3, -9}, {1e9, -1, -1, -1}}) {
+  for (const std::vector<double>& row : std::vector<std::vector<double>>{{0, 99, -1, -1},
+                                                                         {3, 1, 2, 5},
+                                                                         {0, 1, 1, 5},
+                                                                         {-7, 0, 1, 2},
+                                                                         {0, 1, 3, -9},
+                                                                         {1e9, -1, -1, -1},
+                                                                         {0, -1, 3, 4},
+                                                                         {0, -1, -1, 3},
+                                                                         {0, -1, 99, -1}}) {
     Tensor broken = good;
     // In all lists of a tile, so that the union would take it.
     for (std::int64_t t = 0; t < kTileTokens; ++t) broken.set_row(t, row.data());
