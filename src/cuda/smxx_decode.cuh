@@ -25,6 +25,7 @@
 
 #include "cuda/ptx/convert.cuh"
 #include "cuda/ptx/global.cuh"
+#include "cuda/ptx/tile.cuh"
 #include "cuda/smxx_score_few.cuh"
 #include "cuda/smxx_select_few.cuh"
 
@@ -409,7 +410,7 @@ __device__ __forceinline__ void decode_clear(const DecodeParams& params) {
 
 template <typename Traits>
 __global__ void __launch_bounds__(kFewThreads, 1) smxx_decode_kernel(const __grid_constant__ DecodeParams params) {
-  extern __shared__ __align__(16) unsigned char smem[];
+  OPENMSA_DYNAMIC_SMEM(smem);
   const auto grid = cooperative_groups::this_grid();
   bool waiting = params.num_splits > 1;
   decode_clear(params);
@@ -440,7 +441,7 @@ template <typename Traits, typename ScoreTraits>
 __global__ void __launch_bounds__(kFewThreads, 1)
     smxx_msa_decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ ScoreFewParams score,
                            const __grid_constant__ SelectParams choice) {
-  extern __shared__ __align__(16) unsigned char smem[];
+  OPENMSA_DYNAMIC_SMEM(smem);
   static_assert(kDecodePagesOffset + 4096 <= Traits::kPOffset);
   const auto grid = cooperative_groups::this_grid();
   decode_clear(params);

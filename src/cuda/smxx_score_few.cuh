@@ -17,6 +17,7 @@
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/register.cuh"
+#include "cuda/ptx/tile.cuh"
 
 namespace openmsa::cuda {
 
@@ -262,7 +263,7 @@ __device__ __forceinline__ void few_score(const ScoreFewParams& params, unsigned
 
 template <typename Traits>
 __global__ void __launch_bounds__(kFewThreads, 1) smxx_score_few_kernel(const __grid_constant__ ScoreFewParams params) {
-  extern __shared__ __align__(16) unsigned char smem[];
+  OPENMSA_DYNAMIC_SMEM(smem);
   ptx::grid_dependency_launch();
   few_score<Traits>(params, smem);
 }

@@ -11,6 +11,9 @@
 
 #include <cuda_bf16.h>
 
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/register.cuh"
+#include "cuda/ptx/tile.cuh"
 #include "cuda/smxx_select.cuh"
 
 namespace openmsa::cuda {
@@ -47,10 +50,10 @@ struct RowTopK {
         const uint4 other = *reinterpret_cast<const uint4*>(memory.orders + j);
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
-          count_if_greater(rank[i], other.x, mine[i]);
-          count_if_greater(rank[i], other.y, mine[i]);
-          count_if_greater(rank[i], other.z, mine[i]);
-          count_if_greater(rank[i], other.w, mine[i]);
+          ptx::count_if_greater(rank[i], other.x, mine[i]);
+          ptx::count_if_greater(rank[i], other.y, mine[i]);
+          ptx::count_if_greater(rank[i], other.z, mine[i]);
+          ptx::count_if_greater(rank[i], other.w, mine[i]);
         }
       }
     }
@@ -89,11 +92,6 @@ struct RowTopK {
     count = kept;
     if (kept == k) threshold = __reduce_min_sync(0xffffffffu, least);
     __syncwarp();
-  }
-
-  // ISETP and a predicated add; the compiler's own choice is one instruction longer.
-  static __device__ __forceinline__ void count_if_greater(int& counter, std::uint32_t other, std::uint32_t mine) {
-    asm("{.reg .pred p; setp.gt.u32 p, %1, %2; @p add.s32 %0, %0, 1;}" : "+r"(counter) : "r"(other), "r"(mine));
   }
 
   // A bound that the k largest of the lanes' values reach, tight to a bf16 step; -inf if one of them is. Two compares an instruction.
@@ -209,10 +207,10 @@ struct RowTopK {
 #pragma unroll
     for (int j = 0; j < kMaxTopK; j += 4) {
       const uint4 other = *reinterpret_cast<const uint4*>(memory.ids + j);
-      count_if_greater(rank, mine, other.x);
-      count_if_greater(rank, mine, other.y);
-      count_if_greater(rank, mine, other.z);
-      count_if_greater(rank, mine, other.w);
+      ptx::count_if_greater(rank, mine, other.x);
+      ptx::count_if_greater(rank, mine, other.y);
+      ptx::count_if_greater(rank, mine, other.z);
+      ptx::count_if_greater(rank, mine, other.w);
     }
     ids[lane < count ? rank : lane] = lane < count ? static_cast<std::int32_t>(mine) : -1;
   }
@@ -260,7 +258,7 @@ inline constexpr int kSelectRowsSmemBytes = kSelectRowWarps*(2 * kSelectChunk * 
 template <int kItems, bool kAligned>
 __global__ void __launch_bounds__(32 * kSelectRowWarps, kSelectRowCtas)
     smxx_select_rows_kernel(const __grid_constant__ SelectParams params) {
-  extern __shared__ __align__(16) unsigned char smem[];
+  OPENMSA_DYNAMIC_SMEM(smem);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* ring = reinterpret_cast<float*>(smem) + warp * 2 * kSelectChunk;
   RowTopK<kItems> list(reinterpret_cast<typename RowTopK<kItems>::Memory*>(smem + kSelectRowWarps * 2 * kSelectChunk * 4)[warp]);
@@ -277,7 +275,7 @@ __global__ void __launch_bounds__(32 * kSelectRowWarps, kSelectRowCtas)
     if (ahead.token >= 0) {
       const float* source =
           params.scores + ahead.token * params.stride_score_token + ahead.group * params.stride_score_group + ahead.chunk;
-      const std::uint32_t target = static_cast<std::uint32_t>(__cvta_generic_to_shared(ring + slot * kSelectChunk));
+      const std::uint32_t target = ptx::smem_address(ring + slot * kSelectChunk);
       const int live = ahead.end - ahead.chunk;
       if (kAligned && live >= kSelectChunk) {
 #pragma unroll

@@ -361,6 +361,7 @@ void run_cta(Index block_dim) {
     fiber.barrier = nullptr;
     fiber.reached = nullptr;
     fiber.registers = 0;
+    fiber.looked_at = nullptr;
     fiber.wgmmas = fiber.wgmmas_awaited = 0;
     fiber.wgmma_groups.clear();
     fiber.stores.clear();
@@ -410,7 +411,8 @@ void run_cta(Index block_dim) {
 
 void fail(const std::string& what) { throw Failure(what + where()); }
 
-void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body) {
+void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body,
+              bool together) {
   if (engine.running) throw Failure("a kernel cannot launch another");
   [[maybe_unused]] static const bool once = (catch_crashes(), true);
   engine.kernel = kernel;
@@ -434,6 +436,10 @@ void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_byte
   if (threads == 0 || threads > static_cast<std::size_t>(kMaxThreads)) fail("has " + std::to_string(threads) + " threads a CTA");
   if (std::size_t{grid.x} * grid.y * grid.z == 0) fail("has an empty grid");
   if (smem_bytes > kMaxSmemBytes) fail("asks for " + std::to_string(smem_bytes) + " bytes of shared memory, of 227 KiB");
+  if (together && std::size_t{grid.x} * grid.y * grid.z > 1) {
+    if (!options().fold_together) fail("is launched together in more than one CTA, which run one after the other here");
+    grid = position.grid_dim = {1, 1, 1};
+  }
   start_shared(smem_bytes);
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {

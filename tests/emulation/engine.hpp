@@ -25,6 +25,9 @@ struct Options {
   Timing timing = Timing::kEarly;
   std::uint32_t seed = 0;  // of the order in which threads get their turns: 0 ascending, else random, some left behind for long
   int num_multiprocessors = 3;  // what cudaDeviceGetAttribute says
+  // CTAs run one after the other, so a grid whose CTAs wait for each other fails if it has several. With this it gets one CTA instead,
+  // for a kernel that deals its work by gridDim: that one does it all, cut as the host cut it for many.
+  bool fold_together = false;
 };
 Options& options();
 
@@ -41,8 +44,10 @@ struct Index {
 inline constexpr int kMaxThreads = 1024;                              // of a CTA
 inline constexpr std::size_t kMaxSmemBytes = std::size_t{227} << 10;  // of a CTA
 
-// Runs `body` for every thread of the grid. `kernel` is the function that it calls, for messages.
-void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body);
+// Runs `body` for every thread of the grid. `kernel` is the function that it calls, for messages. `together`: its CTAs may wait for
+// each other (a cooperative launch).
+void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body,
+              bool together = false);
 
 // ---- inside a kernel ----
 
@@ -63,6 +68,10 @@ struct Votes {
 };
 Votes sync_threads(bool vote);
 void named_barrier(std::uint32_t id, std::uint32_t threads);
+void named_barrier_arrive(std::uint32_t id, std::uint32_t threads);  // and goes on
+
+// A look at memory by a thread that looks until another one changed it: one that keeps looking in vain counts as waiting.
+std::int32_t poll(const std::int32_t* word);
 
 // The lanes of `mask` meet; the last one there calls `work` with what each lane brought (null for lanes outside), then all go on.
 using WarpWork = void (*)(void* const (&lanes)[32], std::uint32_t mask);

@@ -29,4 +29,12 @@ class InOrders : public testing::TestWithParam<Options> {
                       openmsa::emulation::Options{openmsa::emulation::Timing::kLate, 2}), \
       [](const testing::TestParamInfo<openmsa::emulation::Options>& info) { return openmsa::emulation::name_of(info.param); })
 
+// Two of them, for kernels of many threads, which take their time.
+#define OPENMSA_IN_TWO_ORDERS(suite)                                                      \
+  INSTANTIATE_TEST_SUITE_P(                                                               \
+      Orders, suite,                                                                      \
+      testing::Values(openmsa::emulation::Options{openmsa::emulation::Timing::kEarly, 1}, \
+                      openmsa::emulation::Options{openmsa::emulation::Timing::kLate, 2}), \
+      [](const testing::TestParamInfo<openmsa::emulation::Options>& info) { return openmsa::emulation::name_of(info.param); })
+
 }  // namespace openmsa::emulation

@@ -2,6 +2,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -66,6 +67,12 @@ cudaError_t check_launch(const void* kernel, const cudaLaunchConfig_t& config) {
   const auto found = allowed_smem.find(kernel);
   const std::size_t allowed = found == allowed_smem.end() ? kDefaultSmemBytes : static_cast<std::size_t>(found->second);
   return config.dynamicSmemBytes <= allowed ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+bool is_together(const cudaLaunchConfig_t& config) {
+  return std::any_of(config.attrs, config.attrs + config.numAttrs, [](const cudaLaunchAttribute& attribute) {
+    return attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative != 0;
+  });
 }
 
 }  // namespace openmsa::emulation

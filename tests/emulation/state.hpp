@@ -97,7 +97,10 @@ struct Fiber {
   std::uint64_t target = 0;
   const char* waits_in = nullptr;
   std::uint32_t waits_id = 0;
-  int registers = 0;  // as setmaxnreg left them; 0: untouched
+  int registers = 0;                        // as setmaxnreg left them; 0: untouched
+  const std::int32_t* looked_at = nullptr;  // see poll()
+  std::int32_t looked_value = 0;
+  std::uint32_t looks = 0;  // in a row that saw the same
   // Asynchronous work of its own.
   std::uint64_t wgmmas = 0, wgmmas_awaited = 0;
   std::deque<std::uint64_t> wgmma_groups;

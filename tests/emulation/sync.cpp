@@ -23,7 +23,10 @@ Votes sync_threads(bool vote) {
   return barrier.results[generation % 2];
 }
 
-void named_barrier(std::uint32_t id, std::uint32_t threads) {
+namespace {
+
+// Counts the thread in; true if it was the last one.
+bool arrive_at_named(std::uint32_t id, std::uint32_t threads) {
   if (id == 0 || id >= 16) fail("uses named barrier " + std::to_string(id) + "; ids are 1 to 15");
   if (threads == 0 || threads % 32 != 0 || static_cast<int>(threads) > engine.cta.num_threads) {
     fail("lets " + std::to_string(threads) + " threads meet at a named barrier");
@@ -34,10 +37,32 @@ void named_barrier(std::uint32_t id, std::uint32_t threads) {
     fail("expects " + std::to_string(threads) + " threads at named barrier " + std::to_string(id) + ", others " +
          std::to_string(barrier.expected));
   }
-  if (++barrier.arrived == barrier.expected)
-    finish_barrier(barrier);
-  else
-    wait_for_change(barrier.generation, "named barrier", id);
+  if (++barrier.arrived < barrier.expected) return false;
+  finish_barrier(barrier);
+  return true;
+}
+
+}  // namespace
+
+void named_barrier(std::uint32_t id, std::uint32_t threads) {
+  if (!arrive_at_named(id, threads)) wait_for_change(engine.cta.barriers[id].generation, "named barrier", id);
+}
+
+void named_barrier_arrive(std::uint32_t id, std::uint32_t threads) {
+  arrive_at_named(id, threads);
+  let_others_in();
+}
+
+std::int32_t poll(const std::int32_t* word) {
+  constexpr std::uint32_t kMostLooks = 256;
+  Fiber& fiber = *engine.current;
+  to_scheduler(fiber);
+  fiber.looks = fiber.looked_at == word && fiber.looked_value == *word ? fiber.looks + 1 : 0;
+  fiber.looked_at = word;
+  fiber.looked_value = *word;
+  if (fiber.looks > kMostLooks)
+    wait_for_change(reinterpret_cast<const std::uint32_t&>(*word), "looks at memory that stays", static_cast<std::uint32_t>(*word));
+  return *word;
 }
 
 void meet_warp(const char* instruction, std::uint32_t mask, void* mine, WarpWork work) {

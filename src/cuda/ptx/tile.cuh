@@ -5,6 +5,10 @@
 
 #include "cuda/ptx/barrier.cuh"
 
+// Declares `name` as the dynamic shared memory of a kernel without such tiles. A macro, since behind a function the compiler schedules
+// kernels differently.
+#define OPENMSA_DYNAMIC_SMEM(name) extern __shared__ __align__(16) unsigned char name[]
+
 namespace openmsa::cuda::ptx {
 
 // The dynamic shared memory, 1024-byte aligned as 128-byte-swizzled tiles have to be. Aligned by declaration, its address is a constant.

@@ -32,4 +32,6 @@ inline __nv_bfloat16 __float2bfloat16(float x) { return x; }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return x; }
 inline float2 __bfloat1622float2(__nv_bfloat162 x) { return {x.x, x.y}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {x, y}; }
+inline __nv_bfloat162 __hadd2(__nv_bfloat162 a, __nv_bfloat162 b) { return {float{a.x} + float{b.x}, float{a.y} + float{b.y}}; }
+inline __nv_bfloat162 __hge2(__nv_bfloat162 a, __nv_bfloat162 b) { return {float{a.x} >= float{b.x}, float{a.y} >= float{b.y}}; }
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }

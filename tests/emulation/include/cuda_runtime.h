@@ -63,6 +63,9 @@ struct alignas(16) float4 {
 struct alignas(16) double2 {
   double x, y;
 };
+struct alignas(16) ulonglong2 {
+  unsigned long long x, y;
+};
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -282,6 +285,16 @@ inline unsigned __brev(unsigned x) {
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((std::uint64_t{high} << 32 | low) << (shift & 31) >> 32);
 }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned choice = selector >> 4 * i & 15;  // bit 3, which would spread a sign, is not modelled
+    result |= static_cast<unsigned>((std::uint64_t{high} << 32 | low) >> 8 * (choice & 7) & 0xff) << 8 * i;
+  }
+  return result;
+}
+inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
+inline int __vimin3_s32(int a, int b, int c) { return min(min(a, b), c); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
@@ -336,6 +349,7 @@ struct cudaLaunchConfig_t {
 namespace openmsa::emulation {
 cudaError_t allow_smem(const void* kernel, int bytes);
 cudaError_t check_launch(const void* kernel, const cudaLaunchConfig_t& config);
+bool is_together(const cudaLaunchConfig_t& config);  // a cooperative launch
 }  // namespace openmsa::emulation
 
 template <typename... Params>
@@ -348,7 +362,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const cudaError_t status = ::openmsa::emulation::check_launch(name, *config);
   if (status != cudaSuccess) return status;
   const auto index = [](const dim3& x) { return ::openmsa::emulation::Index{x.x, x.y, x.z}; };
-  ::openmsa::emulation::run_grid(name, index(config->gridDim), index(config->blockDim), config->dynamicSmemBytes,
-                                 [&] { kernel(args...); });
+  ::openmsa::emulation::run_grid(
+      name, index(config->gridDim), index(config->blockDim), config->dynamicSmemBytes, [&] { kernel(args...); },
+      ::openmsa::emulation::is_together(*config));
   return cudaSuccess;
 }

@@ -23,5 +23,6 @@ inline void mbarrier_arrive_expect(std::uint64_t* barrier, std::uint32_t bytes) 
 inline void mbarrier_wait(std::uint64_t* barrier, std::uint32_t parity) { emulation::mbarrier_wait(barrier, parity); }
 inline void fence_async_proxy() { emulation::fence_async(); }
 inline void named_barrier(std::uint32_t id, std::uint32_t threads) { emulation::named_barrier(id, threads); }
+inline void named_barrier_arrive(std::uint32_t id, std::uint32_t threads) { emulation::named_barrier_arrive(id, threads); }
 
 }  // namespace openmsa::cuda::ptx

@@ -25,15 +25,17 @@ void mma_16816(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t 
       value.bits = static_cast<std::uint16_t>(pair >> 16 * i);
       return static_cast<float>(value);
     };
+    float a[16][16], b[16][8];  // [row][k], [k][column]
+    for (int i = 0; i < 32; ++i) {
+      for (int j = 0; j < 8; ++j) a[i / 4 + j / 2 % 2 * 8][i % 4 * 2 + j % 2 + j / 4 * 8] = half(lane(i)->a[j / 2], j % 2);
+      for (int j = 0; j < 4; ++j) b[i % 4 * 2 + j % 2 + j / 2 * 8][i / 4] = half(lane(i)->b[j / 2], j % 2);
+    }
     for (int row = 0; row < 16; ++row) {
-      for (int column = 0; column < 8; ++column) {
-        float sum = 0.f;
-        for (int k = 0; k < 16; ++k) {
-          const int part = k / 8, c = k % 8 / 2;
-          sum += half(lane(row % 8 * 4 + c)->a[part * 2 + row / 8], k % 2) * half(lane(column * 4 + c)->b[part], k % 2);
-        }
-        lane(row % 8 * 4 + column / 2)->d[row / 8 * 2 + column % 2] += sum;
+      float sums[8] = {};
+      for (int k = 0; k < 16; ++k) {
+        for (int column = 0; column < 8; ++column) sums[column] += a[row][k] * b[k][column];
       }
+      for (int column = 0; column < 8; ++column) lane(row % 8 * 4 + column / 2)->d[row / 8 * 2 + column % 2] += sums[column];
     }
   });
 }

@@ -17,5 +17,6 @@ void shrink_registers() {
 }
 
 inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : fmaxf(a, b); }
+inline void count_if_greater(int& counter, std::uint32_t other, std::uint32_t mine) { counter += other > mine ? 1 : 0; }
 
 }  // namespace openmsa::cuda::ptx

@@ -4,6 +4,8 @@
 #include "copies.hpp"
 #include "cuda/ptx/barrier.cuh"
 
+#define OPENMSA_DYNAMIC_SMEM(name) unsigned char* name = ::openmsa::emulation::dynamic_shared()
+
 namespace openmsa::cuda::ptx {
 
 inline unsigned char* dynamic_smem() { return emulation::dynamic_shared(); }

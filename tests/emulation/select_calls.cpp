@@ -1,0 +1,100 @@
+#include "select_calls.hpp"
+
+#include <algorithm>
+
+#include "cuda/cuda.hpp"
+
+namespace openmsa::test {
+namespace {
+
+core::Geometry geometry(const Problem& problem) {
+  core::Geometry geo = gpu_geometry(problem);
+  geo.max_seqlen_q = 0;
+  for (const std::int32_t n : problem.layout.seqlens_q) geo.max_seqlen_q = std::max<std::int64_t>(geo.max_seqlen_q, n);
+  return geo;
+}
+
+core::KeyBlocks index_keys(const Problem& problem) { return core::KeyBlocks::of(problem.k_idx.view(), problem.layout.paged); }
+
+Tensor id_lists(const Problem& problem) {
+  return Tensor(DType::kI32, {problem.total_q, problem.config.num_kv_heads, problem.config.top_k}, output_padding(problem));
+}
+
+Attention attention_outputs(const Problem& problem) {
+  return {Tensor(problem.dtype, {problem.total_q, problem.config.num_q_heads, problem.config.head_dim}, output_padding(problem)),
+          Tensor(DType::kF32, {problem.total_q, problem.config.num_q_heads}), Tensor()};
+}
+
+void expect_guards(std::initializer_list<const Tensor*> outputs) {
+  for (const Tensor* output : outputs) EXPECT_TRUE(!output->given() || output->guards_intact()) << "wrote beside an output";
+}
+
+}  // namespace
+
+Tensor emulated_block_scores(const Problem& problem, std::int64_t extra_blocks) {
+  Tensor scores(DType::kF32, {problem.total_q, problem.config.num_kv_heads, problem.max_num_blocks + extra_blocks},
+                output_padding(problem));
+  run_emulated<core::BlockScoresParams>(
+      {cuda::block_scores, cuda::block_scores_reserve},
+      {gpu_config(problem), geometry(problem), problem.q_idx.view(), index_keys(problem), scores.view(), {}});
+  expect_guards({&scores});
+  return scores;
+}
+
+Tensor emulated_select_blocks(const Problem& problem, const Tensor& scores) {
+  Tensor block_ids = id_lists(problem);
+  run_emulated<core::SelectBlocksParams>({cuda::select_blocks, nullptr},
+                                         {gpu_config(problem), geometry(problem), scores.view(), block_ids.view(), {}});
+  expect_guards({&block_ids});
+  return block_ids;
+}
+
+Tensor emulated_index_select(const Problem& problem) {
+  Tensor block_ids = id_lists(problem);
+  run_emulated<core::IndexSelectParams>(
+      {cuda::index_select, cuda::index_select_reserve},
+      {gpu_config(problem), geometry(problem), problem.q_idx.view(), index_keys(problem), block_ids.view(), {}});
+  expect_guards({&block_ids});
+  return block_ids;
+}
+
+Attention emulated_sparse_decode(const Problem& problem, const Tensor& block_ids) {
+  Attention result = attention_outputs(problem);
+  const bool paged = problem.layout.paged;
+  run_emulated<core::SparseAttentionParams>({cuda::sparse_decode, cuda::sparse_decode_reserve},
+                                            {gpu_config(problem),
+                                             geometry(problem),
+                                             problem.q.view(),
+                                             core::KeyBlocks::of(problem.k.view(), paged),
+                                             core::KeyBlocks::of(problem.v.view(), paged),
+                                             block_ids.view(),
+                                             result.out.view(),
+                                             result.lse.view(),
+                                             {}});
+  expect_guards({&result.out, &result.lse});
+  return result;
+}
+
+DecodeStep emulated_msa_decode(const Problem& problem, bool optional_outputs) {
+  DecodeStep result{attention_outputs(problem), Tensor()};
+  if (optional_outputs)
+    result.block_ids = id_lists(problem);
+  else
+    result.attention.lse = Tensor();
+  const bool paged = problem.layout.paged;
+  run_emulated<core::MsaDecodeParams>({cuda::msa_decode, cuda::msa_decode_reserve}, {gpu_config(problem),
+                                                                                     geometry(problem),
+                                                                                     problem.q.view(),
+                                                                                     core::KeyBlocks::of(problem.k.view(), paged),
+                                                                                     core::KeyBlocks::of(problem.v.view(), paged),
+                                                                                     problem.q_idx.view(),
+                                                                                     index_keys(problem),
+                                                                                     result.attention.out.view(),
+                                                                                     result.attention.lse.view(),
+                                                                                     result.block_ids.view(),
+                                                                                     {}});
+  expect_guards({&result.attention.out, &result.attention.lse, &result.block_ids});
+  return result;
+}
+
+}  // namespace openmsa::test
