@@ -296,9 +296,10 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 inline int __vimin3_s32(int a, int b, int c) { return min(min(a, b), c); }
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
-inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+// Arithmetic of a GPU gives one NaN, positive; that of the CPU others, often negative. Kernels take bits of results only.
+inline unsigned __float_as_uint(float x) { return std::isnan(x) ? 0x7fffffffu : std::bit_cast<unsigned>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
-inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
 // glibc declares, but does not have, functions of these names.
 #define __expf(x) ::expf(x)
 #define __logf(x) ::logf(x)
