@@ -115,18 +115,6 @@ TEST_P(EmulatedDecode, ManySequences) {
   expect_right(many_sequences(33, 2, 500, false, rng));
 }
 
-// One sequence of many blocks, which share few pages.
-Problem long_row(const MsaConfig& config, std::int32_t num_pages, std::int32_t num_blocks, Values values, Rng& rng) {
-  Problem problem(config, single(1, 64 * num_pages, true), DType::kBF16, rng, values);
-  std::vector<std::int32_t> pages;
-  for (std::int32_t b = 0; b < num_blocks; ++b) pages.push_back(problem.page_table[static_cast<std::size_t>(b % num_pages)]);
-  std::shuffle(pages.begin(), pages.end(), rng);
-  problem.page_table = std::move(pages);
-  problem.layout.seqlens_k = {64 * num_blocks - 3};
-  problem.max_pages = problem.max_num_blocks = num_blocks;
-  return problem;
-}
-
 // Long rows, and those of equal scores, have ways of their own to be ranked. Not in every order, for the time it takes.
 class EmulatedLongDecode : public testing::Test {
  protected:
@@ -146,9 +134,9 @@ TEST_F(EmulatedLongDecode, ThousandsOfSequences) {
 TEST_F(EmulatedLongDecode, LongRows) {
   Rng rng(6);
   const auto config = [](std::int32_t top_k) { return make_config(1, 1, 64, 64, 64, top_k); };
-  expect_right(long_row(config(16), 700, 1030, Values::kGaussian, rng), false, true);
-  expect_right(long_row(config(5), 9, 1030, Values::kIntegers, rng), true, true);
-  expect_right(long_row(config(20), 300, 8200, Values::kIntegers, rng), true, true);
+  expect_right(long_sequence(config(16), 1, 700, 1030, Values::kGaussian, rng), false, true);
+  expect_right(long_sequence(config(5), 1, 9, 1030, Values::kIntegers, rng), true, true);
+  expect_right(long_sequence(config(20), 1, 300, 8200, Values::kIntegers, rng), true, true);
 }
 
 TEST_P(EmulatedDecode, OptionalOutputsAndRepeats) {

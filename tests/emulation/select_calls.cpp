@@ -31,6 +31,18 @@ void expect_guards(std::initializer_list<const Tensor*> outputs) {
 
 }  // namespace
 
+Problem long_sequence(const MsaConfig& config, std::int32_t seqlen_q, std::int32_t num_pages, std::int32_t num_blocks,
+                      Values values, Rng& rng) {
+  Problem problem(config, single(seqlen_q, config.block_size * num_pages, true), DType::kBF16, rng, values);
+  std::vector<std::int32_t> pages;
+  for (std::int32_t b = 0; b < num_blocks; ++b) pages.push_back(problem.page_table[static_cast<std::size_t>(b % num_pages)]);
+  std::shuffle(pages.begin(), pages.end(), rng);
+  problem.page_table = std::move(pages);
+  problem.layout.seqlens_k = {config.block_size * num_blocks - 3};
+  problem.max_pages = problem.max_num_blocks = num_blocks;
+  return problem;
+}
+
 Tensor emulated_block_scores(const Problem& problem, std::int64_t extra_blocks) {
   Tensor scores(DType::kF32, {problem.total_q, problem.config.num_kv_heads, problem.max_num_blocks + extra_blocks},
                 output_padding(problem));

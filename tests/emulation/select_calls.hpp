@@ -6,6 +6,10 @@
 
 namespace openmsa::test {
 
+// One sequence, paged, of `num_blocks` blocks of `num_pages` different pages.
+Problem long_sequence(const MsaConfig& config, std::int32_t seqlen_q, std::int32_t num_pages, std::int32_t num_blocks,
+                      Values values, Rng& rng);
+
 // In `extra_blocks` more columns than the longest sequence has.
 Tensor emulated_block_scores(const Problem& problem, std::int64_t extra_blocks = 1);
 Tensor emulated_select_blocks(const Problem& problem, const Tensor& scores);
