@@ -54,11 +54,12 @@ Layout decode_layout(std::vector<std::int32_t> seqlens_q, std::vector<std::int32
 
 TEST_P(EmulatedDecode, EveryShape) {
   Rng rng(1);
+  constexpr std::int32_t kTopK[] = {1, 2, 5, 16, 17, 32};
   int i = 0;
   for (const std::int32_t dim : {64, 96, 128}) {
     for (const std::int32_t block_size : {64, 128}) {
       use_multiprocessors(kMultiprocessors[i % 3]);
-      const std::int32_t group_size = pick(rng, {1, 3, 5, 8, 16}), top_k = std::initializer_list{1, 2, 5, 16, 17, 32}.begin()[i];
+      const std::int32_t group_size = pick(rng, {1, 3, 5, 8, 16}), top_k = kTopK[i];
       const DType dtype = i++ % 2 == 0 ? DType::kBF16 : DType::kF16;
       const Layout layout = decode_layout({1, 1}, {40 * 64 + 5, 700}, i % 2 == 0);
       expect_right(Problem(make_config(2, group_size, dim, dim, block_size, top_k), layout, dtype, rng));

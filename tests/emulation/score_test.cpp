@@ -79,13 +79,14 @@ TEST(EmulatedLongScore, SegmentsSideBySide) {
 
 TEST_P(EmulatedScore, FewQueries) {
   Rng rng(4);
+  constexpr std::int32_t kGroups[] = {4, 1, 16, 3, 8, 2};
   int i = 0;
   for (const std::int32_t dim : {64, 96, 128}) {
     for (const std::int32_t block_size : {64, 128}) {
       Layout layout = score_layout({1, 0, 4, 2, 1}, {1000, 50, 3, 130, 0}, i % 2 == 0);
       layout.strided = i % 3 == 0;
       if (i % 4 == 1) layout.q_start = {40, 0, -2, 200, 0};
-      const std::int32_t groups = std::initializer_list{4, 1, 16, 3, 8, 2}.begin()[i];
+      const std::int32_t groups = kGroups[i];
       expect_right(Problem(score_config(groups, dim, block_size), layout, i++ % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
     }
   }
