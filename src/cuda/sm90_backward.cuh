@@ -5,8 +5,8 @@
 //             then a consumer warpgroup for every 64 keys of the block. A stage is 64 rows = 64/Gp tokens x Gp heads (Gp: G rounded up to a power of two); all consumers work on the same one.
 // Products    S^T = K Q^T and dP^T = V dO^T (64 keys x 64 rows a warpgroup), P^T and dS^T in registers are at once the A operands of
 //             dV += P^T dO and dK += dS^T Q; dS goes through shared memory for dQ = dS K, 64 rows x the dims of this warpgroup.
-// Pipeline    K and V of the item resident; Q and dO in a ring of kStages; S^T of the next stage is under way while dQ of this one is
-//             stored. dS alternates between two tiles, so that one barrier a stage is enough.
+// Pipeline    K and V of the item resident; Q and dO in a ring of kStages; dP is under way behind the softmax, dV behind dS, dK while
+//             dQ is stored. dS alternates between two tiles, so that one barrier a stage is enough.
 // Shared      K, V 2 x kBlock x 128 B each | stages (Q, dO: 2 x 64 x 128 B each) | dS 2 x consumers x 64 x 128 B |
 //             dQ staging, per consumer | rows: lse, delta, limit, slot of each stage row | item, barriers
 // Barriers    kv_full 1 (TMA), kv_empty 4 a consumer (a warp each); full[s] 1 (TMA), empty[s] 4 a consumer

@@ -82,23 +82,27 @@ void run_emulated(const std::function<void(core::Context)>& run, const std::func
   cuda::throw_device_fault(0);
 }
 
-Attention emulated_sparse_attention(const Problem& problem, const Tensor& block_ids) {
+Attention emulated_attention(const EmulatedKernel<core::SparseAttentionParams>& kernel, const core::Geometry& geo,
+                             const Problem& problem, const Tensor& block_ids) {
   const MsaConfig config = gpu_config(problem);
   Attention result{Tensor(problem.dtype, head_shape(problem, problem.total_q, config.num_q_heads), output_padding(problem)),
                    Tensor(DType::kF32, {problem.total_q, config.num_q_heads}), Tensor()};
   const bool paged = problem.layout.paged;
-  run_emulated<core::SparseAttentionParams>({cuda::sparse_attention, cuda::sparse_attention_reserve},
-                                            {config,
-                                             gpu_geometry(problem),
-                                             problem.q.view(),
-                                             core::KeyBlocks::of(problem.k.view(), paged),
-                                             core::KeyBlocks::of(problem.v.view(), paged),
-                                             block_ids.view(),
-                                             result.out.view(),
-                                             result.lse.view(),
-                                             {}});
+  run_emulated<core::SparseAttentionParams>(kernel, {config,
+                                                     geo,
+                                                     problem.q.view(),
+                                                     core::KeyBlocks::of(problem.k.view(), paged),
+                                                     core::KeyBlocks::of(problem.v.view(), paged),
+                                                     block_ids.view(),
+                                                     result.out.view(),
+                                                     result.lse.view(),
+                                                     {}});
   EXPECT_TRUE(result.out.guards_intact() && result.lse.guards_intact()) << "wrote beside an output";
   return result;
+}
+
+Attention emulated_sparse_attention(const Problem& problem, const Tensor& block_ids) {
+  return emulated_attention({cuda::sparse_attention, cuda::sparse_attention_reserve}, gpu_geometry(problem), problem, block_ids);
 }
 
 Gradients emulated_attention_backward(const EmulatedKernel<core::AttentionBackwardParams>& kernel, const Problem& problem,

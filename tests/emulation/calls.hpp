@@ -40,6 +40,8 @@ void run_emulated(const EmulatedKernel<Params>& kernel, const Params& params) {
   run_emulated(bound(kernel.run), bound(kernel.reserve));
 }
 
+Attention emulated_attention(const EmulatedKernel<core::SparseAttentionParams>& kernel, const core::Geometry& geo,
+                             const Problem& problem, const Tensor& block_ids);
 Attention emulated_sparse_attention(const Problem& problem, const Tensor& block_ids);
 // A null `block_ids` means every visible key, as in the calls of support/training.hpp.
 Gradients emulated_attention_backward(const EmulatedKernel<core::AttentionBackwardParams>& kernel, const Problem& problem,

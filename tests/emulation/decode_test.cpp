@@ -44,14 +44,6 @@ void expect_right(const Problem& problem, bool exact = false, bool pages_shared 
   EXPECT_TRUE(alone.lse.same_bits(step.attention.lse));
 }
 
-Layout decode_layout(std::vector<std::int32_t> seqlens_q, std::vector<std::int32_t> seqlens_k, bool paged) {
-  Layout layout;
-  layout.seqlens_q = std::move(seqlens_q);
-  layout.seqlens_k = std::move(seqlens_k);
-  layout.paged = paged;
-  return layout;
-}
-
 TEST_P(EmulatedDecode, EveryShape) {
   Rng rng(1);
   constexpr std::int32_t kTopK[] = {1, 2, 5, 16, 17, 32};
@@ -61,7 +53,7 @@ TEST_P(EmulatedDecode, EveryShape) {
       use_multiprocessors(kMultiprocessors[i % 3]);
       const std::int32_t group_size = pick(rng, {1, 3, 5, 8, 16}), top_k = kTopK[i];
       const DType dtype = i++ % 2 == 0 ? DType::kBF16 : DType::kF16;
-      const Layout layout = decode_layout({1, 1}, {40 * 64 + 5, 700}, i % 2 == 0);
+      const Layout layout = ragged({1, 1}, {40 * 64 + 5, 700}, i % 2 == 0);
       expect_right(Problem(make_config(2, group_size, dim, dim, block_size, top_k), layout, dtype, rng));
     }
   }
@@ -70,14 +62,14 @@ TEST_P(EmulatedDecode, EveryShape) {
 // Index keys of another width than keys, and more query rows than the score stage takes: two launches.
 TEST_P(EmulatedDecode, InTwoSteps) {
   Rng rng(2);
-  expect_right(Problem(make_config(1, 2, 128, 64, 64, 4), decode_layout({1, 1}, {1000, 300}, true), DType::kBF16, rng));
+  expect_right(Problem(make_config(1, 2, 128, 64, 64, 4), ragged({1, 1}, {1000, 300}, true), DType::kBF16, rng));
   use_multiprocessors(20);
-  expect_right(Problem(make_config(2, 3, 64, 64, 64, 4), decode_layout({33}, {900}, false), DType::kF16, rng));
+  expect_right(Problem(make_config(2, 3, 64, 64, 64, 4), ragged({33}, {900}, false), DType::kF16, rng));
 }
 
 TEST_P(EmulatedDecode, QueriesOfEveryLength) {
   Rng rng(3);
-  Layout layout = decode_layout({3, 0, 16, 1, 2}, {129, 50, 1033, 0, 1}, true);
+  Layout layout = ragged({3, 0, 16, 1, 2}, {129, 50, 1033, 0, 1}, true);
   layout.strided = true;
   const MsaConfig config = make_config(4, 2, 64, 64, 64, 4, 1, 2);
   expect_right(Problem(config, layout, DType::kBF16, rng));
@@ -93,7 +85,7 @@ TEST_P(EmulatedDecode, TiesAndForcedBlocks) {
   Rng rng(4);
   for (const std::int32_t top_k : {7, 20}) {
     const MsaConfig config = make_config(2, 2, 64, 64, 64, top_k, 2, 3);
-    expect_right(Problem(config, decode_layout({2, 1}, {64 * 70 - 1, 64 * 9}, true), DType::kBF16, rng, Values::kIntegers), true);
+    expect_right(Problem(config, ragged({2, 1}, {64 * 70 - 1, 64 * 9}, true), DType::kBF16, rng, Values::kIntegers), true);
     Problem zeros(config, single(1, 64 * 300), DType::kBF16, rng);
     for (std::int64_t i = 0; i < zeros.k_idx.numel(); ++i) zeros.k_idx.set(i, 0.0);
     expect_right(zeros, true);
@@ -106,7 +98,7 @@ Problem many_sequences(std::size_t count, std::size_t every, std::int32_t max_ke
   for (std::size_t i = 0; i < count; i += 9) seqlens_k[i] = static_cast<std::int32_t>(uniform(rng, 0, max_keys));
   for (std::size_t i = 0; i < count; i += every) seqlens_q[i] = 1;
   seqlens_k.back() = 200, seqlens_q.back() = 1;
-  return Problem(make_config(1, 1, 64, 64, 64, 2), decode_layout(seqlens_q, seqlens_k, paged), DType::kBF16, rng);
+  return Problem(make_config(1, 1, 64, 64, 64, 2), ragged(seqlens_q, seqlens_k, paged), DType::kBF16, rng);
 }
 
 TEST_P(EmulatedDecode, ManySequences) {
@@ -143,7 +135,7 @@ TEST_F(EmulatedLongDecode, LongRows) {
 TEST_P(EmulatedDecode, OptionalOutputsAndRepeats) {
   Rng rng(7);
   use_multiprocessors(50);
-  const Problem problem(make_config(2, 4, 128, 128, 128, 16), decode_layout({1, 3}, {3000, 500}, true), DType::kBF16, rng);
+  const Problem problem(make_config(2, 4, 128, 128, 128, 16), ragged({1, 3}, {3000, 500}, true), DType::kBF16, rng);
   const DecodeStep first = emulated_msa_decode(problem), second = emulated_msa_decode(problem);
   const DecodeStep bare = emulated_msa_decode(problem, false);
   EXPECT_TRUE(first.attention.out.same_bits(second.attention.out));
@@ -157,7 +149,7 @@ TEST_P(EmulatedDecode, AnyLists) {
   Rng rng(8);
   for (const std::int32_t multiprocessors : kMultiprocessors) {
     use_multiprocessors(multiprocessors);
-    Problem problem(make_config(2, 3, 64, 64, 64, 8), decode_layout({3, 1, 4}, {600, 2000, 0}, true), DType::kBF16, rng);
+    Problem problem(make_config(2, 3, 64, 64, 64, 8), ragged({3, 1, 4}, {600, 2000, 0}, true), DType::kBF16, rng);
     const Tensor block_ids = random_block_ids(problem, rng);
     poison_unselected(problem, block_ids);
     EXPECT_TRUE(attention_right(problem, emulated_sparse_decode(problem, block_ids), &block_ids));
@@ -178,7 +170,7 @@ std::string fault_of(const Problem& problem, const Tensor* block_ids) {
 
 TEST_P(EmulatedDecode, WhatBreaksTheRulesIsReported) {
   Rng rng(9);
-  const Problem problem(make_config(1, 2, 64, 64, 64, 4), decode_layout({1, 2}, {600, 300}, true), DType::kBF16, rng);
+  const Problem problem(make_config(1, 2, 64, 64, 64, 4), ragged({1, 2}, {600, 300}, true), DType::kBF16, rng);
   const std::vector<std::vector<double>> broken = {{0, 99, -1, -1}, {0, -1, 2, -1}, {3, 1, -1, -1}, {1, 1, -1, -1}, {-2, 1, 2, 3}};
   for (const std::int32_t multiprocessors : kMultiprocessors) {
     use_multiprocessors(multiprocessors);

@@ -27,14 +27,6 @@ MsaConfig score_config(std::int32_t groups, std::int32_t dim, std::int32_t block
   return make_config(groups, 1, 64, dim, block_size, 4);
 }
 
-Layout score_layout(std::vector<std::int32_t> seqlens_q, std::vector<std::int32_t> seqlens_k, bool paged) {
-  Layout layout;
-  layout.seqlens_q = std::move(seqlens_q);
-  layout.seqlens_k = std::move(seqlens_k);
-  layout.paged = paged;
-  return layout;
-}
-
 TEST_P(EmulatedScore, EveryTile) {
   Rng rng(1);
   const std::int32_t groups[] = {4, 1, 3, 8, 2, 16}, multiprocessors[] = {1, 3, 5, 7, 2, 20};
@@ -44,7 +36,7 @@ TEST_P(EmulatedScore, EveryTile) {
       emulation::options().num_multiprocessors = multiprocessors[i];
       // Two tiles, and one of few tokens.
       const std::int32_t tile = 256 / groups[i];
-      const Layout layout = score_layout({tile + 5, 3}, {900, 300 + 64 * i}, i % 2 == 0);
+      const Layout layout = ragged({tile + 5, 3}, {900, 300 + 64 * i}, i % 2 == 0);
       expect_right(Problem(score_config(groups[i], dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
       ++i;
     }
@@ -53,20 +45,20 @@ TEST_P(EmulatedScore, EveryTile) {
 
 TEST_P(EmulatedScore, LayoutsOfTiles) {
   Rng rng(2);
-  Layout layout = score_layout({70, 0, 33, 5, 64, 2}, {129, 50, 33, 700, 64, 0}, false);
+  Layout layout = ragged({70, 0, 33, 5, 64, 2}, {129, 50, 33, 700, 64, 0}, false);
   expect_right(Problem(score_config(4, 64, 64), layout, DType::kBF16, rng));
   layout.q_start = {-20, 0, 0, 900, 5, 0};
   layout.strided = layout.paged = true;
   expect_right(Problem(score_config(5, 64, 64), layout, DType::kF16, rng));
   // A token a tile's quarter.
-  expect_right(Problem(score_config(64, 64, 128), score_layout({6, 2}, {600, 2}, true), DType::kBF16, rng));
+  expect_right(Problem(score_config(64, 64, 128), ragged({6, 2}, {600, 2}, true), DType::kBF16, rng));
 }
 
 // Few tiles and long sequences: a tile's keys are cut into segments.
 TEST_P(EmulatedScore, SegmentsOfKeys) {
   Rng rng(3);
   emulation::options().num_multiprocessors = 9;
-  expect_right(Problem(score_config(4, 64, 64), score_layout({20, 1}, {4000, 90}, true), DType::kBF16, rng));
+  expect_right(Problem(score_config(4, 64, 64), ragged({20, 1}, {4000, 90}, true), DType::kBF16, rng));
 }
 
 // Above 65,536 keys clusters take the same segment side by side. In one order, for the time it takes.
@@ -83,7 +75,7 @@ TEST_P(EmulatedScore, FewQueries) {
   int i = 0;
   for (const std::int32_t dim : {64, 96, 128}) {
     for (const std::int32_t block_size : {64, 128}) {
-      Layout layout = score_layout({1, 0, 4, 2, 1}, {1000, 50, 3, 130, 0}, i % 2 == 0);
+      Layout layout = ragged({1, 0, 4, 2, 1}, {1000, 50, 3, 130, 0}, i % 2 == 0);
       layout.strided = i % 3 == 0;
       if (i % 4 == 1) layout.q_start = {40, 0, -2, 200, 0};
       const std::int32_t groups = kGroups[i];
@@ -97,7 +89,7 @@ TEST_P(EmulatedScore, SpecialValues) {
   Rng rng(5);
   for (const std::int32_t seqlen_q : {2, 70}) {
     for (const std::int32_t block_size : {64, 128}) {
-      const Layout layout = score_layout({seqlen_q, seqlen_q}, {500, 300}, true);
+      const Layout layout = ragged({seqlen_q, seqlen_q}, {500, 300}, true);
       Problem problem(score_config(4, 64, block_size), layout, DType::kBF16, rng);
       inject_specials(problem, rng);
       expect_right(problem);
@@ -114,7 +106,7 @@ TEST_P(EmulatedScore, IndexSelect) {
   const MsaConfig config = make_config(4, 1, 64, 64, 64, 5, 1, 2);
   for (const std::int32_t seqlen_q : {3, 100}) {
     for (const Values values : {Values::kGaussian, Values::kIntegers}) {
-      const Problem problem(config, score_layout({seqlen_q, 1}, {1500, 200}, seqlen_q == 3), DType::kBF16, rng, values);
+      const Problem problem(config, ragged({seqlen_q, 1}, {1500, 200}, seqlen_q == 3), DType::kBF16, rng, values);
       EXPECT_TRUE(selection_right(problem, emulated_index_select(problem), oracle_scores(problem), values == Values::kIntegers));
     }
   }

@@ -20,11 +20,6 @@ Tensor id_lists(const Problem& problem) {
   return Tensor(DType::kI32, {problem.total_q, problem.config.num_kv_heads, problem.config.top_k}, output_padding(problem));
 }
 
-Attention attention_outputs(const Problem& problem) {
-  return {Tensor(problem.dtype, {problem.total_q, problem.config.num_q_heads, problem.config.head_dim}, output_padding(problem)),
-          Tensor(DType::kF32, {problem.total_q, problem.config.num_q_heads}), Tensor()};
-}
-
 void expect_guards(std::initializer_list<const Tensor*> outputs) {
   for (const Tensor* output : outputs) EXPECT_TRUE(!output->given() || output->guards_intact()) << "wrote beside an output";
 }
@@ -71,24 +66,14 @@ Tensor emulated_index_select(const Problem& problem) {
 }
 
 Attention emulated_sparse_decode(const Problem& problem, const Tensor& block_ids) {
-  Attention result = attention_outputs(problem);
-  const bool paged = problem.layout.paged;
-  run_emulated<core::SparseAttentionParams>({cuda::sparse_decode, cuda::sparse_decode_reserve},
-                                            {gpu_config(problem),
-                                             geometry(problem),
-                                             problem.q.view(),
-                                             core::KeyBlocks::of(problem.k.view(), paged),
-                                             core::KeyBlocks::of(problem.v.view(), paged),
-                                             block_ids.view(),
-                                             result.out.view(),
-                                             result.lse.view(),
-                                             {}});
-  expect_guards({&result.out, &result.lse});
-  return result;
+  return emulated_attention({cuda::sparse_decode, cuda::sparse_decode_reserve}, geometry(problem), problem, block_ids);
 }
 
 DecodeStep emulated_msa_decode(const Problem& problem, bool optional_outputs) {
-  DecodeStep result{attention_outputs(problem), Tensor()};
+  const std::int64_t heads = problem.config.num_q_heads;
+  DecodeStep result{{Tensor(problem.dtype, {problem.total_q, heads, problem.config.head_dim}, output_padding(problem)),
+                     Tensor(DType::kF32, {problem.total_q, heads}), Tensor()},
+                    Tensor()};
   if (optional_outputs)
     result.block_ids = id_lists(problem);
   else

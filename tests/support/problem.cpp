@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 namespace openmsa::test {
 
@@ -80,10 +81,12 @@ Layout random_layout(Rng& rng, std::int64_t max_pairs) {
   return layout;
 }
 
-Layout single(std::int32_t seqlen_q, std::int32_t seqlen_k, bool paged) {
+Layout single(std::int32_t seqlen_q, std::int32_t seqlen_k, bool paged) { return ragged({seqlen_q}, {seqlen_k}, paged); }
+
+Layout ragged(std::vector<std::int32_t> seqlens_q, std::vector<std::int32_t> seqlens_k, bool paged) {
   Layout layout;
-  layout.seqlens_q = {seqlen_q};
-  layout.seqlens_k = {seqlen_k};
+  layout.seqlens_q = std::move(seqlens_q);
+  layout.seqlens_k = std::move(seqlens_k);
   layout.paged = paged;
   return layout;
 }

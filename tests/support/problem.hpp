@@ -34,8 +34,9 @@ struct Layout {
 // prefix, decode rows, explicit starts (negative ones and such beyond the last key included). The sum over the sequences of
 // seqlen_q * seqlen_k stays within max_pairs, that of seqlen_k within 6,000.
 Layout random_layout(Rng& rng, std::int64_t max_pairs);
-// One sequence; q_start as by default.
+// One sequence, or several of any lengths; q_start as by default.
 Layout single(std::int32_t seqlen_q, std::int32_t seqlen_k, bool paged = false);
+Layout ragged(std::vector<std::int32_t> seqlens_q, std::vector<std::int32_t> seqlens_k, bool paged = false);
 
 enum class Values {
   kGaussian,  // bell-shaped with variance 1 and |x| < 3.5, rounded to the dtype
