@@ -1,14 +1,14 @@
 #include <algorithm>
 
 #include "cuda/cuda.hpp"
-#include "cuda/dense.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/invert.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/repair.hpp"
 #include "cuda/sm90_attend.cuh"
 #include "cuda/smxx_combine.cuh"
-#include "cuda/smxx_union.cuh"
+#include "cuda/union.hpp"
+#include "cuda/union_params.hpp"
 
 namespace openmsa::cuda {
 namespace {
@@ -16,7 +16,6 @@ namespace {
 // Query tokens per chunk: partials take Hkv * k * Gp * D * 2 bytes a token, 4 GiB at the reference shape.
 constexpr std::int64_t kChunkTokens = 16384;
 constexpr std::int32_t kMaxItem = 512;  // tokens of a work item; 256 to 2,048 measure within 3%
-constexpr std::int32_t kUnionTokens = 8;
 
 struct Scratch {
   std::int64_t chunk;       // tokens
@@ -25,13 +24,13 @@ struct Scratch {
   std::int32_t log_group;
   void* partial;
   float* partial_lse;
-  std::int32_t *ranks, *offsets, *first_items, *num_entries, *work;
+  std::int32_t *ranks, *offsets, *first_items, *num_entries, *work, *rest;
   std::uint32_t *entries, *union_entries, *taken;
   AttendItem* items;
-  // Zeroed before every chunk, in one piece from `offsets` on: these, counts, then next_item, num_work, num_items.
+  // Zeroed before every chunk, in one piece from `offsets` on: these, counts, then the single counters.
   std::int32_t* counts;
   std::size_t zero_bytes;
-  std::int32_t *next_item, *num_work, *num_items;
+  std::int32_t *next_item, *num_work, *next_work, *num_items, *num_rest, *next_ticket;
   Plan plan;
 };
 
@@ -58,12 +57,16 @@ Scratch reserve(const core::SparseAttentionParams& params) {
   s.items = arena.take<AttendItem>(static_cast<std::size_t>(s.num_slots / kMaxItem + keys));
   s.taken = arena.take<std::uint32_t>(static_cast<std::size_t>(pairs));
   s.first_items = take(keys);
-  s.offsets = take(2 * keys + 3);
+  s.offsets = take(2 * keys + 6);
   s.counts = s.offsets + keys;
-  s.zero_bytes = static_cast<std::size_t>(2 * keys + 3) * sizeof(std::int32_t);
+  s.zero_bytes = static_cast<std::size_t>(2 * keys + 6) * sizeof(std::int32_t);
   s.next_item = s.counts + keys;
   s.num_work = s.next_item + 1;
-  s.num_items = s.num_work + 1;
+  s.next_work = s.num_work + 1;
+  s.num_items = s.next_work + 1;
+  s.num_rest = s.num_items + 1;
+  s.next_ticket = s.num_rest + 1;
+  s.rest = take(pairs);
   s.plan = reserve_plan(arena, params.geo, s.chunk, kUnionTokens);
   const std::int64_t tiles = std::int64_t{s.plan.capacity} * config.num_kv_heads;
   s.union_entries = arena.take<std::uint32_t>(static_cast<std::size_t>(tiles * kMaxUnion));
@@ -72,8 +75,7 @@ Scratch reserve(const core::SparseAttentionParams& params) {
   return s;
 }
 
-// The union kernel's tiles are 8 tokens of 16 rows each.
-bool can_unite(const Scratch& scratch) { return scratch.log_group == 4; }
+bool can_unite(const Scratch& scratch) { return scratch.log_group == kUnionLogGroup; }
 
 void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std::int64_t begin, std::int64_t end) {
   const MsaConfig& config = params.config;
@@ -86,6 +88,8 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   check(cudaMemsetAsync(s.offsets, 0, s.zero_bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
   launch_plan(s.plan, batch, begin, end, kUnionTokens, stream);
 
+  const UnionScratch unite{s.plan.tiles, s.plan.capacity, s.union_entries, s.num_entries, s.work,        s.num_work,
+                           s.next_work,  s.taken,         s.ranks,         s.partial,     s.partial_lse, chunk_begin};
   std::uint32_t* taken = nullptr;
   if (can_unite(s)) {
     taken = s.taken;
@@ -93,11 +97,7 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
     check(cudaMemsetAsync(taken, 0, static_cast<std::size_t>(chunk_tokens) * config.num_kv_heads * sizeof(std::int32_t),
                           static_cast<cudaStream_t>(stream)),
           "cudaMemsetAsync");
-    const UnionParams unite{batch,           s.plan.tiles,        ids,          stride_token,    stride_group,
-                            s.plan.capacity, config.num_kv_heads, config.top_k, s.union_entries, s.num_entries,
-                            taken,           chunk_begin,         s.work,       s.num_work};
-    launch(smxx_union_kernel, dim3(blocks_for(std::int64_t{s.plan.capacity} * config.num_kv_heads, kUnionWarps)), 32 * kUnionWarps,
-           0, stream, Order::kAfter, unite);
+    launch_union_route(params, unite);
   }
   InvertParams invert{};
   invert.batch = batch;
@@ -119,6 +119,8 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   invert.entries = s.entries;
   invert.items = s.items;
   invert.num_items = s.num_items;
+  invert.rest = taken ? s.rest : nullptr;
+  invert.num_rest = s.num_rest;
   launch_invert(invert, stream);
 
   AttendParams attend{};
@@ -143,27 +145,22 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   const CUtensorMap map_v = key_map(params.v, geo, config.head_dim, config.num_kv_heads);
   const CUtensorMap map_partial = make_tensor_map(s.partial, params.q.dtype, {config.head_dim, s.num_slots << s.log_group},
                                                   {config.head_dim * size}, {64, heads});
-  if (can_unite(s)) {
-    DenseParams unite{};
-    unite.batch = batch;
-    unite.tiles = s.plan.tiles;
-    unite.num_tiles = s.plan.capacity;
-    unite.work = s.work;
-    unite.num_work = s.num_work;
-    unite.entries = s.union_entries;
-    unite.num_entries = s.num_entries;
-    unite.taken = taken;
-    unite.partial = s.partial;
-    unite.partial_lse = s.partial_lse;
-    unite.chunk_begin = chunk_begin;
-    unite.top_k = config.top_k;
-    fill_attention(unite, config, params.out, params.lse);
-    launch_dense(DenseMode::kUnion, params.q, params.k, params.v, geo, config, unite, stream);
-  }
+  with_dtype(params.q.dtype, [&](auto element) {
+    with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
+      with_size<64, 128>(config.block_size, [&](auto block) {
+        using Traits = AttendTraits<decltype(element), dim.value, block.value>;
+        launch(sm90_attend_kernel<Traits>, dim3(num_multiprocessors()), Traits::kThreads, Traits::kSmemBytes, stream, Order::kAfter,
+               map_q, map_k, map_v, map_partial, attend);
+      });
+    });
+  });
+  if (can_unite(s)) launch_union(params, unite);
   const CombineParams combine{s.partial,
                               s.partial_lse,
                               s.ranks,
-                              taken,
+                              invert.rest,
+                              s.num_rest,
+                              s.next_ticket,
                               params.out.data,
                               params.out.stride[0],
                               params.out.stride[1],
@@ -176,17 +173,14 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
                               config.group_size(),
                               s.log_group};
   with_dtype(params.q.dtype, [&](auto element) {
-    using T = decltype(element);
     with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
-      with_size<64, 128>(config.block_size, [&](auto block) {
-        using Traits = AttendTraits<T, dim.value, block.value>;
-        launch(sm90_attend_kernel<Traits>, dim3(num_multiprocessors()), Traits::kThreads, Traits::kSmemBytes, stream, Order::kAfter,
-               map_q, map_k, map_v, map_partial, attend);
-      });
       with_bound<16, 32>(config.top_k, [&](auto bound) {
-        using Traits = CombineTraits<T, dim.value, bound.value>;
+        using Traits = CombineTraits<decltype(element), dim.value, bound.value>;
         const std::int64_t threads = (std::int64_t{chunk_tokens} * config.num_kv_heads << s.log_group) * Traits::kParts;
-        launch(smxx_combine_kernel<Traits>, dim3(blocks_for(threads, 256)), 256, 0, stream, Order::kAfter, combine);
+        launch(smxx_combine_kernel<Traits>,
+               dim3(std::min(blocks_for(threads, kCombineThreads * kCombineTurns),
+                             static_cast<unsigned>(num_multiprocessors() * Traits::kCtas))),
+               kCombineThreads, 0, stream, Order::kAfter, combine);
       });
     });
   });

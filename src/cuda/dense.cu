@@ -1,8 +1,10 @@
+#include <algorithm>
+
 #include "cuda/cuda.hpp"
-#include "cuda/dense.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/repair.hpp"
+#include "cuda/sm90_dense.cuh"
 
 namespace openmsa::cuda {
 namespace {
@@ -13,6 +15,35 @@ DenseMode dense_mode(const core::DenseAttentionParams& params) {
   if (params.block_max.given()) return DenseMode::kBlockMax;
   const std::int64_t tokens = dense_tile_tokens(DenseMode::kPaired, log2_ceil(params.config.group_size()));
   return params.geo.total_q >= 8 * tokens * params.geo.num_seqs ? DenseMode::kPaired : DenseMode::kPlain;
+}
+
+void launch_dense(DenseMode mode, const core::DenseAttentionParams& params, const DenseParams& device) {
+  const MsaConfig& config = params.config;
+  const core::Geometry& geo = params.geo;
+  const TensorView& q = params.q;
+  const int cluster = dense_cluster(mode);
+  const auto num_clusters =
+      std::min<std::int64_t>(num_multiprocessors() / cluster, std::int64_t{device.num_tiles} * config.num_kv_heads);
+  const auto num_ctas = static_cast<unsigned>(num_clusters * cluster);
+  const std::int64_t size = dtype_bytes(q.dtype);
+  const std::int32_t heads = 1 << device.log_group;
+  const CUtensorMap map_q =
+      make_tensor_map(q.data, q.dtype, {config.head_dim, config.num_q_heads, geo.total_q},
+                      {config.num_q_heads > 1 ? q.stride[1] * size : 16, geo.total_q > 1 ? q.stride[0] * size : 16},
+                      {64, heads, kDenseRows / heads});
+  const CUtensorMap map_k = key_map(params.k, geo, config.head_dim, config.num_kv_heads, config.block_size / cluster),
+                    map_v = key_map(params.v, geo, config.head_dim, config.num_kv_heads, config.block_size / cluster);
+  with_dtype(q.dtype, [&](auto element) {
+    with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
+      with_size<64, 128>(config.block_size, [&](auto block) {
+        with_size<0, 1, 2>(static_cast<int>(mode), [&](auto which) {
+          using Traits = DenseTraits<decltype(element), dim.value, block.value, static_cast<DenseMode>(which.value)>;
+          launch(sm90_dense_kernel<Traits>, dim3(num_ctas), Traits::kThreads, Traits::kSmemBytes, params.context.stream,
+                 Order::kAfter, map_q, map_k, map_v, device);
+        });
+      });
+    });
+  });
 }
 
 }  // namespace
@@ -33,7 +64,17 @@ void dense_attention(const core::DenseAttentionParams& params) {
   device.batch = batch_params(params.geo);
   device.tiles = plan.tiles;
   device.num_tiles = plan.capacity;
-  fill_attention(device, config, params.out, params.lse);
+  device.out = params.out.data;
+  device.stride_out_token = params.out.stride[0];
+  device.stride_out_head = params.out.stride[1];
+  device.lse = static_cast<float*>(params.lse.data);
+  device.stride_lse_token = params.lse.stride[0];
+  device.num_groups = config.num_kv_heads;
+  device.group_size = config.group_size();
+  device.log_group = log2_ceil(config.group_size());
+  device.scale = static_cast<float>(config.effective_softmax_scale());
+  device.scale_log2 = device.scale * 1.4426950408889634f;
+  device.slack = kSlack / device.scale_log2;
   if (params.block_max.given()) {
     device.block_max = static_cast<float*>(params.block_max.data);
     device.stride_max_token = params.block_max.stride[0];
@@ -41,7 +82,7 @@ void dense_attention(const core::DenseAttentionParams& params) {
     device.num_blocks = static_cast<std::int32_t>(params.block_max.shape[2]);
   }
   launch_plan(plan, device.batch, 0, params.geo.total_q, tokens, params.context.stream);
-  launch_dense(mode, params.q, params.k, params.v, params.geo, config, device, params.context.stream);
+  launch_dense(mode, params, device);
   launch_repair(params);
 }
 

@@ -18,10 +18,11 @@ struct InvertParams {
   std::int32_t* counts;       // [Hkv * blocks], zero at launch; blocks = block_begin[B]
   std::int32_t* offsets;      // [Hkv * blocks] first entry of a block
   std::int32_t* first_items;  // [Hkv * blocks] its first item
-  std::int32_t* ranks;        // [chunk tokens, Hkv, k]; -1: no partial in this slot. 0 where the union leaves one
+  std::int32_t* ranks;        // [chunk tokens, Hkv, k]; -1: no partial in this slot
   std::uint32_t* entries;     // [chunk tokens * Hkv * k]
   AttendItem* items;
-  std::int32_t* num_items;  // [1]
+  std::int32_t* num_items;                  // [1]
+  std::int32_t *rest = nullptr, *num_rest;  // [chunk tokens * Hkv], [1] zero at launch: who is not `taken`; or null
 };
 
 void launch_invert(const InvertParams& params, void* stream);

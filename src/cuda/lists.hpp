@@ -14,9 +14,8 @@ struct AttendItem {
 // An entry is (token of the chunk) << kSlotBits | slot in the token's list.
 inline constexpr int kSlotBits = 6;
 
-// Where the union of a tile's lists serves a (token, group), it says so in a word of `taken`: bit s stands for slot s. Of all those
-// slots it leaves one partial, in the first of them. If it serves the token alone, the word is kTakenAll, and out and lse are
-// written directly.
+// Where the union of a tile's lists serves a (token, group), it says so in a word of `taken`: bit s stands for slot s, and kTakenAll
+// for all that the list has. It finishes what it serves: to what it found it adds the partials of the token's other slots.
 inline constexpr std::uint32_t kTakenAll = 0xffffffffu;
 
 }  // namespace openmsa::cuda

@@ -108,6 +108,10 @@ struct QueryTile {
   std::int32_t first, end;
 };
 
+// How far a score may exceed the offset of its row's softmax, in powers of two: probabilities before the final division stay below
+// 2^8, in range of fp16 and of no weight in fp32 sums.
+inline constexpr float kSlack = 8.f;
+
 // What the tiles of a plan add up to, in blocks that their last tokens see.
 struct PlanSum {
   std::int32_t num_tiles, longest;

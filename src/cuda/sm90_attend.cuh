@@ -16,6 +16,7 @@
 #include "cuda/items.hpp"
 #include "cuda/params.hpp"
 #include "cuda/ptx/convert.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/register.cuh"
 #include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                        const __grid_constant__ CUtensorMap map_v, const __grid_constant__ CUtensorMap map_partial,
                        const __grid_constant__ AttendParams params) {
   using T = typename Traits::T;
+  ptx::grid_dependency_launch();  // sm90_union may begin where a CTA of this has ended
   constexpr int kHalves = Traits::kHalves, kStages = Traits::kStages, kBlock = Traits::kBlock;
   unsigned char* smem_k = ptx::dynamic_smem_aligned_late();
   unsigned char* smem_v = smem_k + kHalves * Traits::kBoxBytesKv;

@@ -1,4 +1,4 @@
-// Attention over tiles of query rows: dense_attention, and sparse_attention where neighbouring tokens share most of their blocks.
+// dense_attention: tiles of query rows against every visible block.
 //
 // Roles       warp 0 producer (TMA), warps 1-3 idle, warps 4-11 two consumer warpgroups of 64 query rows each.
 // Tile        128 rows = 128/Gp tokens x Gp heads of one group (Gp: G rounded up to a power of two, so that a K or V tile serves the
@@ -6,14 +6,12 @@
 // Cluster     kPaired: two CTAs share a tile of twice the tokens and walk the same blocks. Each loads half of every K and V tile
 //             into both, so a stage is free once the consumers of both have released it.
 // Pipeline    per step the next Q K^T is issued before this P V; the maxima of the scores run under that P V, the exponentials under
-//             the other warpgroup's products. Nothing orders the two warpgroups but the stages. Union: a warpgroup releases the
-//             blocks that none of its tokens chose, and may run up to kStages steps ahead of the other.
+//             the other warpgroup's products. Nothing orders the two warpgroups but the stages.
 // Softmax     of scores minus an offset that follows a row's maximum only when it must (exponentials()).
 // Shared      Q 2 x 128 x 128 B | K kStages tiles | V kStages tiles | barriers
 // Work        a persistent CTA takes tiles in turn; the loads of the next run under the last products and stores of this one.
 // Barriers    q_full 1, k_full[s], v_full[s] 1 (TMA); q_empty 8; k_empty[s], v_empty[s] 8 a CTA (a warp each); named 1, 2: clear_tail
 // Registers   producer 56, consumers 224: S 64, O 64, P 32
-// Output      out and lse. Union: for tokens that it serves alone; for those with slots elsewhere a partial, see lists.hpp.
 // Empty       rows that see no key keep sum 0: out = 0, lse = -inf. A tile without any key still stores.
 #pragma once
 
@@ -30,7 +28,7 @@ template <typename T_, int kHeadDim_, int kBlock_, DenseMode kMode_>
 struct DenseTraits {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kBlock = kBlock_;
-  static constexpr bool kBlockMax = kMode_ == DenseMode::kBlockMax, kUnion = kMode_ == DenseMode::kUnion;
+  static constexpr bool kBlockMax = kMode_ == DenseMode::kBlockMax;
   static constexpr int kHalves = (kHeadDim + 63) / 64;
   static constexpr int kRows = kDenseRows;
   static constexpr int kCluster = dense_cluster(kMode_);
@@ -60,7 +58,6 @@ struct DenseRing {
 struct DenseWork {
   Sequence sequence;
   int seq, group, num_tokens, first_position, first_token, num_steps;
-  const std::uint32_t* entries;
 };
 
 template <typename Traits, bool kReport = false>
@@ -75,10 +72,7 @@ __device__ __forceinline__ DenseWork dense_work(const DenseParams& params, int i
   work.num_tokens = Traits::kCluster == 1 ? tile.end - first : max(min(tile.end - first, Traits::kRows >> params.log_group), 0);
   work.first_position = work.sequence.first_position + first;
   work.first_token = work.sequence.query_begin + first;
-  work.entries = params.entries + std::int64_t{index} * kMaxUnion;
-  work.num_steps = Traits::kUnion ? params.num_entries[index]
-                                  : (work.sequence.num_visible(work.sequence.first_position + tile.end - 1) + Traits::kBlock - 1) /
-                                        Traits::kBlock;
+  work.num_steps = (work.sequence.num_visible(work.sequence.first_position + tile.end - 1) + Traits::kBlock - 1) / Traits::kBlock;
   return work;
 }
 
@@ -101,12 +95,10 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   std::uint64_t* q_full = v_empty + kStages;
   std::uint64_t* q_empty = q_full + 1;
 
-  // Dense: one group after the other, so that all CTAs of a time stream the same keys through the L2.
+  // One group after the other, so that all CTAs of a time stream the same keys through the L2.
   const int first_work = blockIdx.x / Traits::kCluster, num_workers = gridDim.x / Traits::kCluster;
-  const int num_work = Traits::kUnion ? *params.num_work : params.num_tiles * params.num_groups;
-  const auto work_of = [&](int i) {
-    return Traits::kUnion ? params.work[i] : i % params.num_tiles * params.num_groups + i / params.num_tiles;
-  };
+  const int num_work = params.num_tiles * params.num_groups;
+  const auto work_of = [&](int i) { return i % params.num_tiles * params.num_groups + i / params.num_tiles; };
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
@@ -156,7 +148,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
                            work.first_token);
         }
         for (int step = 0; step < work.num_steps; ++step) {
-          const int block = Traits::kUnion ? static_cast<int>(work.entries[step] & 0xffffffu) : work.num_steps - 1 - step;
+          const int block = work.num_steps - 1 - step;
           const int token = work.sequence.pages ? 0 : work.sequence.key_begin + block * kBlock;
           const int page = params.batch.page(work.sequence, work.seq, block);  // -1 reads as zeros
           load_tile(smem_k, map_k, k_full, k_empty, token, work.group, page);
@@ -183,12 +175,10 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     };
     for (int i = first_work; i < num_work; i += num_workers) {
       int num_steps, seqlen_k, full_keys, visible[2];
-      [[maybe_unused]] std::uint32_t entries = 0;  // union: lane l holds the entry of step l
       {
         const DenseWork work = dense_work<Traits>(params, work_of(i));
         num_steps = work.num_steps;
         seqlen_k = work.sequence.seqlen_k;
-        if (Traits::kUnion && lane < num_steps) entries = work.entries[lane];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           visible[r] = work.sequence.num_visible(work.first_position + ((row0 + 8 * r) >> params.log_group));
@@ -232,20 +222,14 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
         return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
       };
-      // Which block a step is about; union: and whether this warp's token (16 rows are one token there) chose it.
-      auto entry_of = [&](int step) { return Traits::kUnion ? __shfl_sync(0xffffffffu, entries, step) : 0u; };
-      auto block_of = [&](std::uint32_t entry, int step) {
-        return Traits::kUnion ? static_cast<int>(entry & 0xffffffu) : num_steps - 1 - step;
-      };
+      auto block_of = [&](int step) { return num_steps - 1 - step; };
       float top[2];  // this thread's largest score of the step, a row
-      auto mask_and_max = [&](std::uint32_t entry, int step) {
-        const int block = block_of(entry, step);
-        // In union mode a token that did not choose the block sees none of its keys.
-        const bool chosen = !Traits::kUnion || (entry >> (24 + consumer * 4 + warp) & 1) != 0;
-        if (!chosen || (block + 1) * kBlock > full_keys) {
+      auto mask_and_max = [&](int step) {
+        const int block = block_of(step);
+        if ((block + 1) * kBlock > full_keys) {
           int limit[2];
 #pragma unroll
-          for (int r = 0; r < 2; ++r) limit[r] = chosen ? visible[Traits::kUnion ? 0 : r] - block * kBlock - quad * 2 : 0;
+          for (int r = 0; r < 2; ++r) limit[r] = visible[r] - block * kBlock - quad * 2;
 #pragma unroll
           for (int j = 0; j < kBlock / 8; ++j) {
 #pragma unroll
@@ -319,76 +303,46 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
       };
 
       if (num_steps > 0) {
-        // Steps this warpgroup has work in; union: those of the blocks that one of its four tokens chose.
-        std::uint32_t active = 0xffffffffu;
-        if (Traits::kUnion) active = __ballot_sync(0xffffffffu, (entries >> (24 + consumer * 4) & 0xfu) != 0);
-        // The next such step from `step` on, or num_steps; in dense mode that is `step`.
-        const auto next_active = [&](int step) {
-          if (!Traits::kUnion) return step;
-          const std::uint32_t left = step < 32 ? active >> step : 0;
-          return left ? step + __ffs(static_cast<int>(left)) - 1 : num_steps;
-        };
-        // Passes over steps. A stage may only be released after it was filled: the release would otherwise count for its last use.
-        const auto skip = [&](int count) {
-          for (int n = 0; n < count; ++n, ring.next()) {
-            ptx::mbarrier_wait(&k_full[ring.stage], ring.parity);
-            release(k_empty, ring.stage);
-            ptx::mbarrier_wait(&v_full[ring.stage], ring.parity);
-            release(v_empty, ring.stage);
-          }
-        };
         ptx::mbarrier_wait(q_full, loaded & 1);
         ++loaded;
-        int step = next_active(0);
-        if (Traits::kUnion) {
-          if (step == num_steps && lane == 0) ptx::mbarrier_arrive(q_empty);
-          skip(step);
-        }
-        // A run of steps. Dense: all of them. Union: as long as no gap between two steps holds a V stage that the ring needs.
-        while (step < num_steps) {
+        // Runs once: the inner loop takes the other steps. Written without a loop, ptxas moves descriptors to uniform registers before
+        // every wgmma.
+        for (int step = 0; step < num_steps;) {
           const std::uint32_t k_tile = tile_at(k_address, ring.stage);
           ptx::mbarrier_wait(&k_full[ring.stage], ring.parity);
           issue_qk(k_tile);
           ptx::wgmma_wait<0>();
           ptx::wgmma_fence_operands(scores);
           release(k_empty, ring.stage);
-          std::uint32_t entry = entry_of(step);
-          mask_and_max(entry, step);
+          mask_and_max(step);
           exponentials();
           ptx::mbarrier_wait(&v_full[ring.stage], ring.parity);
-          clear_tail(ring.stage, block_of(entry, step));
-          int held = ring.stage, next = next_active(step + 1);
+          clear_tail(ring.stage, block_of(step));
+          int held = ring.stage;
           ring.next();
-          for (; next < num_steps && next - step <= kStages; next = next_active(step + 1)) {
-            if (Traits::kUnion) skip(next - step - 1);
-            step = next;
+          for (++step; step < num_steps; ++step) {
             const std::uint32_t k_next = tile_at(k_address, ring.stage), v_tile = tile_at(v_address, held);
             ptx::mbarrier_wait(&k_full[ring.stage], ring.parity);
             issue_qk(k_next);
             issue_pv(v_tile);
-            entry = entry_of(step);
             ptx::wgmma_wait<1>();
             ptx::wgmma_fence_operands(scores);
             release(k_empty, ring.stage);
-            mask_and_max(entry, step);
+            mask_and_max(step);
             ptx::schedule_after(top[0] + top[1]);
             ptx::wgmma_wait<0>();
             ptx::wgmma_fence_operands(out);
             release(v_empty, held);
             exponentials();
             ptx::mbarrier_wait(&v_full[ring.stage], ring.parity);
-            // The tail block comes first in the dense order, anywhere in a union.
-            if (Traits::kUnion) clear_tail(ring.stage, block_of(entry, step));
             held = ring.stage;
             ring.next();
           }
-          if (next >= num_steps && lane == 0) ptx::mbarrier_arrive(q_empty);
+          if (lane == 0) ptx::mbarrier_arrive(q_empty);
           issue_pv(tile_at(v_address, held));
           ptx::wgmma_wait<0>();
           ptx::wgmma_fence_operands(out);
           release(v_empty, held);
-          if (Traits::kUnion) skip(next - step - 1);
-          step = next;
         }
       }
 
@@ -401,29 +355,17 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
         const float inverse = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
         const int row = row0 + 8 * r, token = row >> params.log_group, row_head = row & ((1 << params.log_group) - 1);
         const int head = work.group * params.group_size + row_head;
-        bool live = token < work.num_tokens && row_head < params.group_size;
-        T* target = nullptr;
-        const auto lse_of_row = [&] { return row_sum[r] == 0.f ? -INFINITY : row_max[r] * params.scale + logf(row_sum[r]); };
-        if constexpr (Traits::kUnion) {
-          // A token with slots elsewhere leaves a partial; one with all of them elsewhere leaves nothing.
-          const std::int64_t pair = (std::int64_t{work.first_token} + token - params.chunk_begin) * params.num_groups + work.group;
-          const std::uint32_t taken = live ? params.taken[pair] : 0;
-          live = taken == kTakenAll;
-          if (taken != 0 && !live) {
-            const std::int64_t partial =
-                ((pair * params.top_k + __ffs(static_cast<int>(taken)) - 1) << params.log_group) + row_head;
-            target = static_cast<T*>(params.partial) + partial * Traits::kHeadDim;
-            if (quad == 0) params.partial_lse[partial] = lse_of_row();
-          }
-        }
+        const bool live = token < work.num_tokens && row_head < params.group_size;
         if (live && quad == 0 && params.lse) {
-          params.lse[(std::int64_t{work.first_token} + token) * params.stride_lse_token + head] = lse_of_row();
+          params.lse[(std::int64_t{work.first_token} + token) * params.stride_lse_token + head] =
+              row_sum[r] == 0.f ? -INFINITY : row_max[r] * params.scale + logf(row_sum[r]);
         }
         if (live && Traits::kBlockMax) {
           float* row_out =
               params.block_max + (std::int64_t{work.first_token} + token) * params.stride_max_token + head * params.stride_max_head;
           for (int b = num_steps + quad; b < params.num_blocks; b += 4) row_out[b] = -INFINITY;
         }
+        T* target = nullptr;
         if (live) {
           target = static_cast<T*>(params.out) + (std::int64_t{work.first_token} + token) * params.stride_out_token +
                    head * params.stride_out_head;

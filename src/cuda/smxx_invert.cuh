@@ -4,6 +4,7 @@
 //         group fit, a CTA counts 8,192 slots in shared memory first: a million atomics on 4,096 counters take 60 us. scan: one CTA
 //         turns the counters into each block's first entry and first item. fill: a thread a slot writes its entry, and the first of
 //         an item the item. Ranks inside a block depend on timing; results do not, since every (token, slot) writes its own partial.
+// Rest    the tokens that the union does not serve at all are listed for smxx_combine while counting.
 // Skipped slots that the union took, slots of -1, and slots that break the rules (reported).
 #pragma once
 
@@ -22,7 +23,7 @@ struct InvertSlot {
   std::uint32_t entry;
   std::int32_t seq, block, group;
   bool in_range, live;
-  bool of_union;  // holds what the union found for the token
+  bool rest;  // the first of a list that the union does not serve at all
 };
 
 template <bool kCheck>
@@ -36,10 +37,8 @@ __device__ inline InvertSlot invert_slot(const InvertParams& params, int token, 
   const std::int32_t* ids = params.block_ids + std::int64_t{packed} * params.stride_token + group * params.stride_group;
   const int id = ids[i];
   const std::uint32_t taken = params.taken ? params.taken[row] : 0;
-  if (id == -1 || (taken >> i & 1) != 0) {
-    slot.of_union = taken != kTakenAll && __ffs(static_cast<int>(taken)) == i + 1;
-    return slot;
-  }
+  slot.rest = params.rest && i == 0 && taken == 0;
+  if (id == -1 || (taken >> i & 1) != 0) return slot;
   const int seq = params.batch.sequence_of(packed);
   Sequence sequence;
   if (!params.batch.load(seq, &sequence)) return slot;
@@ -76,25 +75,31 @@ __device__ inline InvertSlot invert_slot(const InvertParams& params, std::int64_
 
 __global__ void __launch_bounds__(kInvertThreads) smxx_invert_count_kernel(const __grid_constant__ InvertParams params) {
   const InvertSlot slot = invert_slot<true>(params, std::int64_t{blockIdx.x} * kInvertThreads + threadIdx.x);
-  if (slot.in_range) params.ranks[slot.index] = slot.live ? atomicAdd(&params.counts[slot.key], 1) : slot.of_union ? 0 : -1;
+  if (slot.rest) params.rest[atomicAdd(params.num_rest, 1)] = static_cast<std::int32_t>(slot.index / params.top_k);
+  if (slot.in_range) params.ranks[slot.index] = slot.live ? atomicAdd(&params.counts[slot.key], 1) : -1;
 }
 
 __global__ void __launch_bounds__(kCountThreads) smxx_invert_count_shared_kernel(const __grid_constant__ InvertParams params) {
   auto* counts = reinterpret_cast<std::int32_t*>(ptx::dynamic_smem());
+  __shared__ int num_rest, rest_begin;
   const int group = static_cast<int>(blockIdx.y), blocks = params.block_begin[params.batch.num_seqs];
   for (int b = static_cast<int>(threadIdx.x); b < blocks; b += kCountThreads) counts[b] = 0;
+  if (threadIdx.x == 0) num_rest = 0;
   __syncthreads();
   const auto index_of = [&](int n) {  // of the group's slots
     return (static_cast<int>(blockIdx.x) * kCountSlots + n) * kCountThreads + static_cast<int>(threadIdx.x);
   };
   int keys[kCountSlots], ranks[kCountSlots];  // of the group; a slot without a key has its final rank
+  int rest[kCountSlots];                      // place among the CTA's, or -1
 #pragma unroll
   for (int n = 0; n < kCountSlots; ++n) {
     const InvertSlot slot = invert_slot<true>(params, index_of(n) / params.top_k, group, index_of(n) % params.top_k);
+    rest[n] = slot.rest ? atomicAdd(&num_rest, 1) : -1;
     keys[n] = slot.live ? static_cast<int>(slot.key - std::int64_t{group} * blocks) : -1;
-    ranks[n] = slot.live ? atomicAdd(&counts[keys[n]], 1) : slot.of_union ? 0 : -1;
+    ranks[n] = slot.live ? atomicAdd(&counts[keys[n]], 1) : -1;
   }
   __syncthreads();
+  if (threadIdx.x == 0 && num_rest > 0) rest_begin = atomicAdd(params.num_rest, num_rest);
   for (int b = static_cast<int>(threadIdx.x); b < blocks; b += kCountThreads) {
     if (counts[b] > 0) counts[b] = atomicAdd(&params.counts[std::int64_t{group} * blocks + b], counts[b]);
   }
@@ -103,8 +108,9 @@ __global__ void __launch_bounds__(kCountThreads) smxx_invert_count_shared_kernel
   for (int n = 0; n < kCountSlots; ++n) {
     const int token = index_of(n) / params.top_k;
     if (token >= params.chunk_tokens) continue;
-    params.ranks[(std::int64_t{token} * params.num_groups + group) * params.top_k + index_of(n) % params.top_k] =
-        ranks[n] + (keys[n] < 0 ? 0 : counts[keys[n]]);
+    const std::int64_t pair = std::int64_t{token} * params.num_groups + group;
+    if (rest[n] >= 0) params.rest[rest_begin + rest[n]] = static_cast<std::int32_t>(pair);
+    params.ranks[pair * params.top_k + index_of(n) % params.top_k] = ranks[n] + (keys[n] < 0 ? 0 : counts[keys[n]]);
   }
 }
 

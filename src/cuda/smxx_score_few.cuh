@@ -7,7 +7,7 @@
 // Loads     keys go from memory straight to registers as 16-byte pieces (see ptx/mma.cuh for the order trick); 8 KB a warp are in
 //           flight, the next block's from the moment the last products of this one are issued. The first block's start before the
 //           queries are there, which sit in the quad's shared memory.
-// Shared    the layout 4 KB; a quad: queries 16 KB, maxima of its warps 2 KB.
+// Shared    the layout 16 KB; a quad: queries 16 KB, maxima of its warps 2 KB.
 // Barriers  named 1..4, one a quad, 128 threads.
 // Registers at most 128 (512 threads a CTA).
 // Empty     a sequence without queries or keys has no blocks. `fill` writes -inf past what its queries see; select does not look.
@@ -46,7 +46,8 @@ struct ScoreFewTraits {
   static constexpr int kKeyTiles = kBlock / 64;     // m16 tiles a warp
   static constexpr int kQueryBytes = kTiles * kSegments * 512;
   static constexpr int kQuadBytes = kQueryBytes + 2 * 4 * kTiles * 8 * 4;
-  static constexpr int kBeginBytes = (kFewSeqs + 4 + 32) * 4;
+  static constexpr int kBeginBytes = kFewThreads * sizeof(Sequence);
+  static_assert((kFewSeqs + 4 + 32) * 4 <= kBeginBytes);
   static constexpr int kSmemBytes = kBeginBytes + kFewQuads * kQuadBytes;
 };
 
@@ -61,16 +62,21 @@ template <typename Traits>
 struct FewBlocks {
   const BatchParams& batch;
   int first, count;
-  int* begin;  // shared memory; more than 32 sequences: [count + 1], and room for the warps' sums behind
-  int end;     // up to 32: where the blocks of this lane's one end; the sequences lie at `begin`, each warp having written the same
+  int* begin;       // shared memory; more than 32 sequences: [count + 1], and room for the warps' sums behind
+  Sequence* table;  // the same memory; up to 32: this warp's own copy of them
+  int end;          // up to 32: where the blocks of this lane's one end
 
   __device__ __forceinline__ FewBlocks(const BatchParams& batch, int first, int count, int* memory)
-      : batch(batch), first(first), count(count), begin(memory) {
+      : batch(batch),
+        first(first),
+        count(count),
+        begin(memory),
+        table(reinterpret_cast<Sequence*>(memory) + threadIdx.x / 32 * 32) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Sequence sequence{};
     if (count <= 32) {
       end = scan(lane < count ? load(first + lane, &sequence) : 0);
-      if (lane < count) reinterpret_cast<Sequence*>(begin)[lane] = sequence;
+      if (lane < count) table[lane] = sequence;
       __syncwarp();
       return;
     }
@@ -115,7 +121,7 @@ struct FewBlocks {
       place.begin = begin[i], place.end = begin[i + 1];
       return place;
     }
-    place.sequence = reinterpret_cast<const Sequence*>(begin)[i];
+    place.sequence = table[i];
     place.begin = i == 0 ? 0 : __shfl_sync(0xffffffffu, end, i - 1), place.end = __shfl_sync(0xffffffffu, end, i);
     return place;
   }

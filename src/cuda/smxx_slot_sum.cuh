@@ -6,7 +6,6 @@
 #pragma once
 
 #include "cuda/ptx/convert.cuh"
-#include "cuda/smxx_combine.cuh"
 #include "cuda/sums.hpp"
 
 namespace openmsa::cuda {

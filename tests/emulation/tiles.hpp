@@ -1,7 +1,7 @@
-// What the stand-in for the tile kernel (include/cuda/sm90_dense.cuh) checks of its input, and what it has seen.
+// What the tile kernel of sparse_attention (sm90_union.cuh) is given: whether it may be, and what it was.
 #pragma once
 
-#include "cuda/dense_params.hpp"
+#include "cuda/union_params.hpp"
 
 namespace openmsa::emulation {
 
@@ -9,12 +9,12 @@ namespace openmsa::emulation {
 struct TileCounts {
   int tiles = 0, full = 0;                  // full: with kMaxUnion blocks
   int alone = 0, partly = 0, unserved = 0;  // all of the token's blocks, some, none
+  int passed = 0, steps = 0;                // blocks of a tile that a warpgroup passes over, and those that it takes
 };
 extern TileCounts tile_counts;
 
-// Fail where the kernel, or smxx_combine after it, would go wrong: a tile listed twice or not at all, ...
-void check_work(const cuda::DenseParams& params);
-// ... entries other than ascending blocks with tokens that see them, a word of `taken` that disagrees with them. Counts the tile.
-void check_tile(const cuda::DenseParams& params, int index);
+// Fails where the kernel, or smxx_combine after it, would go wrong: a tile listed twice or not at all, entries other than blocks, each
+// once, with tokens that see them, a word of `taken` that disagrees with them. Counts the tiles.
+void check_tiles(const cuda::UnionTileParams& params);
 
 }  // namespace openmsa::emulation

@@ -1,5 +1,5 @@
-// Routing of sparse_attention for groups of 9 to 16 heads: blocks that neighbouring tokens share go to the tile kernel (a stand-in
-// here), the others to the attend kernel, and the results of both are merged.
+// sparse_attention for groups of 9 to 16 heads: blocks that neighbouring tokens share go to the tile kernel, the others to the attend
+// kernel, and the results of both are merged.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ class EmulatedUnion : public emulation::InOrders {
 };
 OPENMSA_IN_ORDERS(EmulatedUnion);
 
-constexpr int kTileTokens = cuda::dense_tile_tokens(cuda::DenseMode::kUnion, 4);
+constexpr int kTileTokens = cuda::kUnionTokens;
 
 // Lists of which each differs from its neighbour's in at most `most_changes` blocks; one in eleven is empty, another cut short.
 Tensor drifting_block_ids(const Problem& problem, Rng& rng, std::int64_t most_changes) {
@@ -70,7 +70,7 @@ void expect_every_kind_of_token() {
 TEST_P(EmulatedUnion, EveryShape) {
   Rng rng(1);
   const auto expect_shape_right = [&](std::int32_t group_size, std::int32_t dim, std::int32_t block_size, DType dtype) {
-    const Problem problem(make_config(2, group_size, dim, 64, block_size, 5), single(16, 7 * block_size), dtype, rng);
+    const Problem problem(make_config(2, group_size, dim, 64, block_size, 5), single(28, 7 * block_size), dtype, rng);
     const int before = tile_counts.tiles;
     expect_right(problem, drifting_block_ids(problem, rng, 1));
     EXPECT_GT(tile_counts.tiles, before);
@@ -88,7 +88,7 @@ TEST_P(EmulatedUnion, ListsThatStayServeTheirTokensByTheUnionAlone) {
   Rng rng(2);
   const Problem problem(make_config(1, 16, 64, 64, 64, 16), single(24, 2000), DType::kBF16, rng);
   expect_right(problem, drifting_block_ids(problem, rng, 0));
-  EXPECT_EQ(tile_counts.tiles, 3);
+  EXPECT_EQ(tile_counts.tiles, 2);
   EXPECT_GE(tile_counts.alone, 16);
 }
 
@@ -109,9 +109,9 @@ TEST_P(EmulatedUnion, ListsThatShareNothingGoElsewhere) {
 // Of 40 blocks every token chose 30 to 32, each block many tokens: none is left out because few chose it.
 TEST_P(EmulatedUnion, BlocksThatDoNotFitATileGoElsewhere) {
   Rng rng(5);
-  const Problem problem(make_config(1, 16, 64, 64, 64, 32), single(16, 40 * 64), DType::kBF16, rng);
-  Tensor block_ids(DType::kI32, {16, 1, 32});
-  for (std::int64_t t = 0; t < 16; ++t) {
+  const Problem problem(make_config(1, 16, 64, 64, 64, 32), single(24, 40 * 64), DType::kBF16, rng);
+  Tensor block_ids(DType::kI32, {24, 1, 32});
+  for (std::int64_t t = 0; t < 24; ++t) {
     std::vector<double> row;
     for (std::int64_t b = 0; b < 40; ++b) {
       if ((b + 3 * t) % 5 != 0) row.push_back(static_cast<double>(b));  // 32 of them
@@ -123,10 +123,10 @@ TEST_P(EmulatedUnion, BlocksThatDoNotFitATileGoElsewhere) {
   expect_right(problem, block_ids);
   EXPECT_EQ(tile_counts.tiles, 2);
   EXPECT_EQ(tile_counts.full, 2);
-  EXPECT_EQ(tile_counts.partly, 16);
+  EXPECT_EQ(tile_counts.partly, 24);
 }
 
-// Token t shares six blocks with the others of its tile and has t of its own: 1 to 8 results to merge, in up to 13 slots.
+// Token t shares six blocks with the others of its tile and has t % 8 of its own: 1 to 8 results to merge, in up to 13 slots.
 TEST_P(EmulatedUnion, AnyNumberOfResultsOfATokenIsMerged) {
   Rng rng(15);
   for (const std::int32_t group_size : {9, 16}) {
@@ -135,14 +135,41 @@ TEST_P(EmulatedUnion, AnyNumberOfResultsOfATokenIsMerged) {
     double next = 6.0;
     for (std::int64_t t = 0; t < kTileTokens; ++t) {
       std::vector<double> row{0, 1, 2, 3, 4, 5};
-      for (std::int64_t own = 0; own < t; ++own) row.push_back(next++);
+      for (std::int64_t own = 0; own < t % 8; ++own) row.push_back(next++);
       row.resize(16, -1.0);
       block_ids.set_row(t, row.data());
     }
     expect_right(problem, block_ids);
   }
-  EXPECT_EQ(tile_counts.alone, 2);
-  EXPECT_EQ(tile_counts.partly, 2 * (kTileTokens - 1));
+  EXPECT_EQ(tile_counts.alone, 2 * 2);
+  EXPECT_EQ(tile_counts.partly, 2 * (kTileTokens - 2));
+}
+
+// A warpgroup has four tokens of a tile. Here each has blocks that the others pass over, one after the other or in runs, beside two
+// that all share, the last of them at the end of the sequence; one CTA goes through several tiles.
+std::vector<double> blocks_of_warpgroup(int side, bool in_runs) {
+  std::vector<double> row;
+  for (int i = 0; i < 10; ++i) row.push_back(in_runs ? 10 * side + i : 3 * i + side);
+  row.insert(row.end(), {31.0, 33.0});
+  row.resize(16, -1.0);
+  return row;
+}
+
+TEST_P(EmulatedUnion, WarpgroupsPassOverBlocksOfOthers) {
+  Rng rng(16);
+  emulation::options().num_multiprocessors = 1;
+  for (const std::int32_t dim : {64, 128}) {
+    const Problem problem(make_config(1, 16, dim, 64, 64, 16), single(3 * kTileTokens, 33 * 64 + 50), DType::kBF16, rng);
+    Tensor block_ids(DType::kI32, {problem.total_q, 1, 16});
+    for (std::int64_t t = 0; t < problem.total_q; ++t) {
+      const int side = static_cast<int>(t % kTileTokens) / cuda::kUnionSideTokens;
+      block_ids.set_row(t, blocks_of_warpgroup(side, t / kTileTokens == 1).data());
+    }
+    expect_right(problem, block_ids);
+  }
+  EXPECT_EQ(tile_counts.alone, 2 * 3 * kTileTokens);
+  EXPECT_EQ(tile_counts.passed, 2 * 3 * 60);
+  EXPECT_EQ(tile_counts.steps, 2 * 3 * 36);
 }
 
 TEST_P(EmulatedUnion, Layouts) {
@@ -235,17 +262,17 @@ TEST(EmulatedUnionChunks, TheSecondChunkIsRoutedToo) {
   tile_counts = {};
   Rng rng(12);
   Layout layout;
-  layout.seqlens_q = {16360, 40};
+  layout.seqlens_q = {16360, 36};
   layout.seqlens_k = {0, 600};
   const Problem problem(make_config(1, 9, 64, 64, 64, 4), layout, DType::kBF16, rng);
   Tensor block_ids(DType::kI32, {problem.total_q, 1, 4});
   for (std::int64_t t = 0; t < problem.total_q; ++t) {
-    const double none[] = {-1, -1, -1, -1}, row[] = {0, 1, 2, static_cast<double>(4 + t % 4)};
+    const double none[] = {-1, -1, -1, -1}, row[] = {0, 1, 2, static_cast<double>(3 + t % 6)};
     block_ids.set_row(t, t < 16360 ? none : row);
   }
   expect_right(problem, block_ids);
-  EXPECT_EQ(tile_counts.tiles, 5);
-  EXPECT_EQ(tile_counts.partly, 40);
+  EXPECT_EQ(tile_counts.tiles, 3);
+  EXPECT_EQ(tile_counts.partly, 36);
 }
 
 // More blocks than fit in shared memory have their tokens counted by another kernel.
@@ -255,10 +282,26 @@ TEST(EmulatedUnionBlocks, ListsAmongVeryManyBlocksAreRoutedToo) {
   Layout layout;
   layout.seqlens_q.resize(12400);
   layout.seqlens_k.resize(12400);
-  layout.seqlens_q[70] = layout.seqlens_q[12390] = 16;
+  layout.seqlens_q[70] = layout.seqlens_q[12390] = 24;
   layout.seqlens_k[70] = layout.seqlens_k[12390] = 500;
   const Problem problem(make_config(2, 16, 64, 64, 64, 6), layout, DType::kBF16, rng);
   expect_right(problem, drifting_block_ids(problem, rng, 1));
+  expect_every_kind_of_token();
+}
+
+// Which CTA takes a tile, and when, is nothing to the result.
+TEST(EmulatedUnionOrder, ResultsRepeatBitwise) {
+  tile_counts = {};
+  Rng rng(17);
+  const Problem problem(make_config(2, 16, 64, 64, 64, 6), single(40, 1500), DType::kBF16, rng);
+  const Tensor block_ids = drifting_block_ids(problem, rng, 1);
+  const Attention once = emulated_sparse_attention(problem, block_ids);
+  for (const int num_multiprocessors : {1, 7}) {
+    emulation::options() = {emulation::Timing::kLate, static_cast<std::uint32_t>(num_multiprocessors), num_multiprocessors};
+    const Attention again = emulated_sparse_attention(problem, block_ids);
+    EXPECT_TRUE(once.out.same_bits(again.out) && once.lse.same_bits(again.lse)) << num_multiprocessors;
+  }
+  emulation::options() = {};
   expect_every_kind_of_token();
 }
 

@@ -35,4 +35,15 @@ __device__ inline std::uint32_t pack2<__half>(float low, float high) {
   return r;
 }
 
+template <typename T>
+__device__ inline float2 unpack2(std::uint32_t pair);
+template <>
+__device__ inline float2 unpack2<__nv_bfloat16>(std::uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+template <>
+__device__ inline float2 unpack2<__half>(std::uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
 }  // namespace openmsa::cuda

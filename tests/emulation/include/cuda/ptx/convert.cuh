@@ -16,4 +16,11 @@ std::uint32_t pack2(float low, float high) {
   return std::uint32_t{T(low).bits} | std::uint32_t{T(high).bits} << 16;
 }
 
+template <typename T>
+float2 unpack2(std::uint32_t pair) {
+  T low, high;
+  low.bits = static_cast<std::uint16_t>(pair), high.bits = static_cast<std::uint16_t>(pair >> 16);
+  return {low, high};
+}
+
 }  // namespace openmsa::cuda
