@@ -20,7 +20,7 @@ import openmsa
 
 from .bench_common import causal_pairs, config, in_turn, index_queries, normal, row
 
-SECTIONS = ("select", "score", "dense", "prefill", "decode", "flex", "workloads", "training")
+SECTIONS = ("decode", "select", "score", "dense", "prefill", "flex", "workloads", "training")
 L2_BYTES = 60 << 20
 COPY_TB_PER_S = 4.3  # what a device-to-device copy reaches on an H200; the attend bar is a share of it
 LONGEST_DENSE = 262144  # above it dense attention takes tens of seconds and is extrapolated by N^2
