@@ -34,8 +34,10 @@ enum class Order {
   kTogether,   // all CTAs are resident at once, so that they may wait for each other (cooperative_groups)
 };
 
+// In clusters of `cluster` CTAs, neighbours in x, of which the grid has a multiple.
 template <typename... Args>
-void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_bytes, void* stream, Order order, Args... args) {
+void launch_clusters(void (*kernel)(Args...), int cluster, dim3 grid, int threads, std::size_t smem_bytes, void* stream,
+                     Order order, Args... args) {
   constexpr std::size_t kDefaultSmemBytes = std::size_t{48} << 10;  // more has to be asked for
   if (smem_bytes > kDefaultSmemBytes) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)),
@@ -46,17 +48,28 @@ void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_by
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
+  config.attrs = attributes;
   if (order == Order::kDependent) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
-  } else {
+  } else if (order == Order::kTogether) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
   }
-  config.attrs = &attribute;
-  config.numAttrs = order == Order::kAfter ? 0 : 1;
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   check(cudaLaunchKernelEx(&config, kernel, args...), "kernel launch");
+}
+
+template <typename... Args>
+void launch(void (*kernel)(Args...), dim3 grid, int threads, std::size_t smem_bytes, void* stream, Order order, Args... args) {
+  launch_clusters(kernel, 1, grid, threads, smem_bytes, stream, order, args...);
 }
 
 inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {

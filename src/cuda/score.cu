@@ -61,8 +61,8 @@ void launch_tiles(const ScoreCall& call, const Plan& plan) {
     with_size<64, 128>(geo.block_size, [&](auto block) {
       with_size<1, 2>(cluster, [&](auto ctas) {
         using Traits = ScoreTraits<T, index_dim.value, block.value, ctas.value>;
-        launch(sm90_score_kernel<Traits>, dim3(static_cast<unsigned>(num_clusters * cluster)), Traits::kThreads, Traits::kSmemBytes,
-               call.stream, Order::kAfter, map_q, map_k, params);
+        launch_clusters(sm90_score_kernel<Traits>, cluster, dim3(static_cast<unsigned>(num_clusters * cluster)), Traits::kThreads,
+                        Traits::kSmemBytes, call.stream, Order::kAfter, map_q, map_k, params);
       });
     });
   });

@@ -46,7 +46,7 @@ struct ScoreTraits {
 };
 
 template <typename Traits>
-__global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_score_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                       const __grid_constant__ ScoreParams params) {
   using T = typename Traits::T;

@@ -80,20 +80,27 @@ void for_each_chunk(const CUtensorMap& map, std::uint32_t address, const Coordin
   }
 }
 
+// On the barrier of the CTA that the copy fills.
+void complete(std::uint32_t barrier, std::uint32_t bytes) {
+  mbarrier_complete(static_cast<std::uint64_t*>(shared_pointer(barrier, sizeof(std::uint64_t))), bytes);
+}
+
 }  // namespace
 
-void load_box(void* smem, const CUtensorMap& map, std::uint64_t* barrier, int rank, const Coordinates& at) {
-  const std::uint32_t address = check_box(map, smem, rank);
-  issue_load([=, map = map] {
-    for_each_chunk(map, address, at, [](std::uint32_t target, const unsigned char* source, const auto& live) {
-      std::uint16_t values[kChunk] = {};
-      for (std::size_t e = 0; e < live.size(); ++e) {
-        if (live[e]) std::memcpy(&values[e], source + 2 * e, 2);
-      }
-      async_store(target, values, sizeof values);
-    });
-    mbarrier_complete(barrier, box_bytes(map));
-  });
+void load_box(void* smem, const CUtensorMap& map, std::uint64_t* barrier, int rank, const Coordinates& at, std::uint32_t ctas) {
+  const std::uint32_t address = check_box(map, smem, rank), word = shared_address(barrier);
+  issue_load(
+      [=, map = map] {
+        for_each_chunk(map, address, at, [](std::uint32_t target, const unsigned char* source, const auto& live) {
+          std::uint16_t values[kChunk] = {};
+          for (std::size_t e = 0; e < live.size(); ++e) {
+            if (live[e]) std::memcpy(&values[e], source + 2 * e, 2);
+          }
+          async_store(target, values, sizeof values);
+        });
+        complete(word, box_bytes(map));
+      },
+      ctas);
 }
 
 void store_box(const CUtensorMap& map, const void* smem, int rank, const Coordinates& at) {
@@ -110,14 +117,14 @@ void store_box(const CUtensorMap& map, const void* smem, int rank, const Coordin
 }
 
 void load_bytes(void* smem, const void* global, std::uint32_t bytes, std::uint64_t* barrier) {
-  const std::uint32_t address = shared_address(smem);
+  const std::uint32_t address = shared_address(smem), word = shared_address(barrier);
   if (address % 16 != 0 || reinterpret_cast<std::uintptr_t>(global) % 16 != 0 || bytes % 16 != 0) {
     fail("a bulk copy of " + std::to_string(bytes) + " bytes whose size or address is no multiple of 16");
   }
   shared_pointer(address, bytes);
   issue_load([=] {
     async_store(address, global, bytes);
-    mbarrier_complete(barrier, bytes);
+    complete(word, bytes);
   });
 }
 

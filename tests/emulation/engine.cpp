@@ -48,7 +48,7 @@ std::string kernel_name() {
 
 std::string where() {
   if (!engine.running) return "";
-  const Index& block = position.block;
+  const Index& block = engine.current != nullptr ? engine.current->cta->block : position.block;
   std::string text = " [" + kernel_name() + ", CTA " + std::to_string(block.x) + (block.y > 0 ? "," + std::to_string(block.y) : "");
   if (engine.current != nullptr) text += ", thread " + std::to_string(engine.current->number);
   return text + "]";
@@ -111,7 +111,14 @@ void fiber_main() {
   }
 }
 
+void enter(Cta& cta) {
+  engine.cta = &cta;
+  position.block = cta.block;
+}
+
 void resume(Fiber& fiber) {
+  bring_statics(*fiber.cta);
+  enter(*fiber.cta);
   engine.current = &fiber;
   position.thread = fiber.thread;
   if (_setjmp(engine.scheduler) == 0) {
@@ -137,9 +144,15 @@ void prepare_fiber(Fiber& fiber) {
   makecontext(&fiber.start, fiber_main, 0);
 }
 
+// What a thread waits for may lie in its CTA's static shared memory.
+template <typename T>
+const T* place_of(const Fiber& fiber, const T* pointer) {
+  return reinterpret_cast<const T*>(at_home(*fiber.cta, reinterpret_cast<const unsigned char*>(pointer)));
+}
+
 bool ready(const Fiber& fiber) {
-  if (fiber.counter != nullptr) return *fiber.counter != fiber.seen;
-  if (fiber.barrier != nullptr) return load_barrier(fiber.barrier).phase != fiber.parity;
+  if (fiber.counter != nullptr) return *place_of(fiber, fiber.counter) != fiber.seen;
+  if (fiber.barrier != nullptr) return load_barrier(place_of(fiber, fiber.barrier)).phase != fiber.parity;
   if (fiber.reached != nullptr) return *fiber.reached >= fiber.target;
   return true;
 }
@@ -184,17 +197,20 @@ void finish_meeting(WarpMeeting& meeting, std::uint32_t live) {
   ++meeting.generation;
 }
 
-// A thread that returns is waited for no longer.
+// Threads that return are waited for no longer.
+void leave_barrier(CtaBarrier& barrier, int num_live) {
+  if (barrier.arrived > 0 && static_cast<int>(barrier.arrived) == num_live) finish_barrier(barrier);
+}
+
 void leave(Fiber& fiber) {
   if (fiber.wgmmas_awaited != fiber.wgmmas) fail("returns with a wgmma that it did not wait for");
   if (!fiber.stores.empty()) fail("returns with a bulk store that it did not commit");
   if (std::any_of(fiber.store_groups.begin(), fiber.store_groups.end(), [](const auto& group) { return !group.empty(); }))
     fail("returns while bulk stores may still read shared memory: wait for their groups");
-  Cta& cta = engine.cta;
-  --cta.num_live;
-  CtaBarrier& all = cta.barriers[0];
-  if (all.arrived > 0 && static_cast<int>(all.arrived) == cta.num_live) finish_barrier(all);
-  Warp& warp = cta.warps[static_cast<std::size_t>(fiber.number / 32)];
+  Cta& cta = *fiber.cta;
+  leave_barrier(cta.barriers[0], --cta.num_live);
+  leave_barrier(engine.cluster, --engine.num_live);
+  Warp& warp = warp_of(fiber);
   warp.live &= ~(1u << fiber.number % 32);
   for (WarpMeeting& meeting : warp.meetings) {
     if (meeting.arrived != 0 && meeting.arrived == (meeting.mask & warp.live)) finish_meeting(meeting, warp.live);
@@ -205,11 +221,12 @@ void leave(Fiber& fiber) {
 
 std::string describe_wait(const Fiber& fiber) {
   if (fiber.barrier != nullptr) {
-    const Barrier barrier = load_barrier(fiber.barrier);
+    const Barrier barrier = load_barrier(place_of(fiber, fiber.barrier));
     std::string text = "mbarrier ";
     const auto* byte = reinterpret_cast<const unsigned char*>(fiber.barrier);
-    if (byte >= engine.zero && byte < engine.zero + kSharedEnd)
-      text += "at dynamic offset " + std::to_string(byte - engine.zero - kRawAddress);
+    const unsigned char* zero = fiber.cta->zero;
+    if (byte >= zero && byte < zero + kSharedEnd)
+      text += "at dynamic offset " + std::to_string(byte - zero - kRawAddress);
     else
       text += "at " + hex(reinterpret_cast<std::uintptr_t>(byte));
     return text + " parity " + std::to_string(fiber.parity) + " (phase " + std::to_string(barrier.phase) + ", " +
@@ -221,121 +238,41 @@ std::string describe_wait(const Fiber& fiber) {
 
 [[noreturn]] void fail_deadlock() {
   std::string text = "deadlock; waiting:";
-  for (int i = 0; i < engine.cta.num_threads;) {
-    const Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
-    if (fiber.done) {
-      ++i;
-      continue;
-    }
+  for (int i = 0; i < num_fibers();) {
+    const Fiber& fiber = fiber_of(i++);
+    if (fiber.done) continue;
     const std::string wait = describe_wait(fiber);
-    int end = i + 1;
-    while (end < engine.cta.num_threads && !engine.fibers[static_cast<std::size_t>(end)]->done &&
-           describe_wait(*engine.fibers[static_cast<std::size_t>(end)]) == wait) {
-      ++end;
+    int last = fiber.number;
+    for (; i < num_fibers(); ++i, ++last) {
+      const Fiber& next = fiber_of(i);
+      if (next.done || next.cta != fiber.cta || describe_wait(next) != wait) break;
     }
-    text += "\n  threads " + std::to_string(i) + (end > i + 1 ? " to " + std::to_string(end - 1) : "") + ": " + wait;
-    i = end;
+    text += "\n  " + (engine.num_ctas > 1 ? "CTA " + std::to_string(fiber.cta->block.x) + " " : "") + "threads " +
+            std::to_string(fiber.number) + (last > fiber.number ? " to " + std::to_string(last) : "") + ": " + wait;
   }
   engine.current = nullptr;
   fail(text);
 }
 
-// A warpgroup, a warp or a thread.
+// A warpgroup, a warp, a thread, or a CTA of several.
 void starve_somebody() {
-  Cta& cta = engine.cta;
-  constexpr int kSizes[] = {128, 32, 1};
-  const int size = kSizes[next_random() % 3];
-  cta.starved_begin = static_cast<int>(next_random() % static_cast<std::uint32_t>(cta.num_threads)) / size * size;
-  cta.starved_end = std::min(cta.starved_begin + size, cta.num_threads);
+  const int sizes[] = {128, 32, 1, engine.num_threads};
+  const int size = sizes[next_random() % (engine.num_ctas > 1 ? 4 : 3)];
+  const int i = static_cast<int>(next_random() % static_cast<std::uint32_t>(num_fibers()));
+  const int first = i / engine.num_threads * engine.num_threads;  // of its CTA
+  engine.starved_begin = first + (i - first) / size * size;
+  engine.starved_end = std::min(engine.starved_begin + size, first + engine.num_threads);
 }
 
-void run_pending_wgmma(Warpgroup& group) {
-  const PendingWgmma pending = std::move(group.pending.front());
-  group.pending.pop_front();
-  run_wgmma(pending.wgmma, pending.d.data(), pending.a.data());
-  ++group.executed;
-}
-
-void run_store_group(Fiber& fiber) {
-  for (const auto& store : fiber.store_groups.front()) store();
-  fiber.store_groups.pop_front();
-  ++fiber.store_groups_done;
-}
-
-// Nobody can go on: one piece of what is under way gets done, any load or what somebody waits for.
-bool do_asynchronous_work() {
-  Cta& cta = engine.cta;
-  std::vector<Warpgroup*> products;
-  std::vector<Fiber*> stores;
-  for (int i = 0; i < cta.num_threads; ++i) {
-    Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
-    if (fiber.done || fiber.reached == nullptr || ready(fiber)) continue;
-    Warpgroup& group = cta.warpgroups[static_cast<std::size_t>(i / 128)];
-    if (fiber.reached == &fiber.store_groups_done)
-      stores.push_back(&fiber);
-    else if (products.empty() || products.back() != &group)
-      products.push_back(&group);
-  }
-  const std::size_t count = cta.loads.size() + products.size() + stores.size();
-  if (count == 0) return false;
-  std::size_t choice = next_random() % count;
-  if (choice < products.size()) {
-    run_pending_wgmma(*products[choice]);
-  } else if ((choice -= products.size()) < stores.size()) {
-    run_store_group(*stores[choice]);
-  } else {
-    const auto next = cta.loads.begin() + static_cast<std::ptrdiff_t>(choice - stores.size());
-    const std::function<void()> load = std::move(*next);
-    cta.loads.erase(next);
-    load();
-  }
-  return true;
-}
-
-void start_shared(std::size_t bytes) {
-  if (engine.region == nullptr) {
-    void* region = mmap(nullptr, kRegionBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (region == MAP_FAILED) throw std::bad_alloc();
-    engine.region = static_cast<unsigned char*>(region);
-    mprotect(engine.region + kPage, kRegionBytes / 2, PROT_READ | PROT_WRITE);
-  }
-  engine.smem_bytes = bytes;
-  const std::size_t end = (kRawAddress + bytes + 1023) / 1024 * 1024;
-  engine.zero = engine.region + kPage + kRegionBytes / 2 - end;
-  engine.async.resize(bytes);
-  engine.static_pieces.clear();
-}
-
-constexpr unsigned char kCanary = 0xa5;
-
-void fill_shared() {
-  std::memset(engine.zero, kCanary, kRawAddress);
-  std::memset(raw_begin(), 0xff, engine.smem_bytes);
-  std::memset(engine.async.data(), 0xff, engine.smem_bytes);
-  std::fill(__start_openmsa_shared, __stop_openmsa_shared, static_cast<unsigned char>(0xff));
-  std::fill(raw_begin() + engine.smem_bytes, slack_end(), kCanary);
-  engine.fence_pending = false;
-  engine.unfenced.fill(0);
-}
-
-void check_shared() {
-  const auto intact = [](const unsigned char* begin, const unsigned char* end) {
-    return std::all_of(begin, end, [](unsigned char x) { return x == kCanary; });
-  };
-  if (!intact(engine.zero, raw_begin())) fail("wrote below its dynamic shared memory");
-  if (!intact(raw_begin() + engine.smem_bytes, slack_end())) fail("wrote past its dynamic shared memory");
-}
-
-void check_registers() {
-  const Cta& cta = engine.cta;
+void check_registers(const Cta& cta) {
   // What setmaxnreg moves is what the CTA started with: an equal share a thread, in steps of 8.
-  const int start = cta.num_threads * (65536 / cta.num_threads / 8 * 8);
+  const int start = engine.num_threads * (65536 / engine.num_threads / 8 * 8);
   int total = 0;
   bool all_set = true;
-  for (int i = 0; i < cta.num_threads; ++i) {
-    const int registers = engine.fibers[static_cast<std::size_t>(i)]->registers;
+  for (int i = 0; i < engine.num_threads; ++i) {
+    const int registers = cta.fibers[static_cast<std::size_t>(i)]->registers;
     const int first = i / 128 * 128;
-    if (registers != engine.fibers[static_cast<std::size_t>(first)]->registers) {
+    if (registers != cta.fibers[static_cast<std::size_t>(first)]->registers) {
       fail("setmaxnreg by a part of the warpgroup from thread " + std::to_string(first) + " on");
     }
     total += registers;
@@ -344,18 +281,22 @@ void check_registers() {
   if (all_set && total > start) fail("asks for " + std::to_string(total) + " registers, of " + std::to_string(start));
 }
 
-void run_cta(Index block_dim) {
-  Cta& cta = engine.cta;
-  const int num_threads = static_cast<int>(block_dim.x * block_dim.y * block_dim.z);
-  cta = Cta{};
-  cta.num_threads = cta.num_live = num_threads;
-  while (static_cast<int>(engine.fibers.size()) < num_threads) engine.fibers.push_back(std::make_unique<Fiber>());
-  for (int i = 0; i < num_threads; ++i) {
-    Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
+void start_cta(std::uint32_t rank, Index block) {
+  Cta& cta = *engine.ctas[rank];
+  static_cast<CtaState&>(cta) = CtaState{};
+  cta.block = block;
+  cta.rank = rank;
+  cta.num_live = engine.num_threads;
+  while (static_cast<int>(cta.fibers.size()) < engine.num_threads) cta.fibers.push_back(std::make_unique<Fiber>());
+  for (int i = 0; i < engine.num_threads; ++i) {
+    Fiber& fiber = *cta.fibers[static_cast<std::size_t>(i)];
     prepare_fiber(fiber);
+    engine.fibers.push_back(&fiber);
+    fiber.cta = &cta;
     fiber.done = false;
     fiber.number = i;
     const auto n = static_cast<unsigned>(i);
+    const Index& block_dim = position.block_dim;
     fiber.thread = {n % block_dim.x, n / block_dim.x % block_dim.y, n / (block_dim.x * block_dim.y)};
     fiber.counter = nullptr;
     fiber.barrier = nullptr;
@@ -370,23 +311,28 @@ void run_cta(Index block_dim) {
     fiber.store_groups.clear();
     cta.warps[static_cast<std::size_t>(i / 32)].live |= 1u << i % 32;
   }
-  fill_shared();
+  fill_shared(cta);
+}
+
+// Threads get their turns until all have returned, or one failed.
+void take_turns() {
+  const int total = num_fibers();
   const bool shuffled = options().seed != 0;
   for (;;) {
     bool progress = false, live = false, starved = false;
     const std::uint32_t turn = shuffled ? next_random() : 0;
-    if (shuffled && cta.starved_end == 0 && next_random() % 8 == 0) starve_somebody();
-    for (int n = 0; n < num_threads; ++n) {
+    if (shuffled && engine.starved_end == 0 && next_random() % 8 == 0) starve_somebody();
+    for (int n = 0; n < total; ++n) {
       int i = n;
       if (shuffled) {
-        i = static_cast<int>((static_cast<std::uint32_t>(n) + turn) % static_cast<std::uint32_t>(num_threads));
-        if ((turn >> 31) != 0) i = num_threads - 1 - i;
+        i = static_cast<int>((static_cast<std::uint32_t>(n) + turn) % static_cast<std::uint32_t>(total));
+        if ((turn >> 31) != 0) i = total - 1 - i;
       }
-      Fiber& fiber = *engine.fibers[static_cast<std::size_t>(i)];
+      Fiber& fiber = fiber_of(i);
       if (fiber.done) continue;
       live = true;
       if (!ready(fiber)) continue;
-      if (i >= cta.starved_begin && i < cta.starved_end) {
+      if (i >= engine.starved_begin && i < engine.starved_end) {
         starved = true;
         continue;
       }
@@ -395,24 +341,48 @@ void run_cta(Index block_dim) {
       resume(fiber);
       if (engine.error) return;
     }
-    if (!live) break;
+    if (!live) return;
     if (progress) continue;
     if (starved && next_random() % 2 == 0) {
-      cta.starved_begin = cta.starved_end = 0;
+      engine.starved_begin = engine.starved_end = 0;
     } else if (!do_asynchronous_work()) {
       if (!starved) fail_deadlock();
-      cta.starved_begin = cta.starved_end = 0;
+      engine.starved_begin = engine.starved_end = 0;
     }
   }
-  if (!cta.loads.empty()) fail("ends with a bulk load under way that nobody waited for");
-  check_shared();
-  check_registers();
+}
+
+// The cluster that begins with CTA `first`.
+void run_cluster(Index first) {
+  engine.cluster = {};
+  engine.num_live = engine.num_ctas * engine.num_threads;
+  engine.fibers.clear();
+  engine.starved_begin = engine.starved_end = 0;
+  engine.loads.clear();
+  engine.resident = nullptr;
+  for (int rank = 0; rank < engine.num_ctas; ++rank) {
+    const auto n = static_cast<std::uint32_t>(rank);
+    start_cta(n, {first.x + n, first.y, first.z});
+  }
+  enter(*engine.ctas.front());
+  take_turns();
+  if (engine.error) return;
+  if (!engine.loads.empty()) {
+    enter(*engine.loads.front().target);
+    fail("ends with a bulk load under way that nobody waited for");
+  }
+  for (int rank = 0; rank < engine.num_ctas; ++rank) {
+    Cta& cta = *engine.ctas[static_cast<std::size_t>(rank)];
+    enter(cta);
+    check_shared(cta);
+    check_registers(cta);
+  }
 }
 
 void fail(const std::string& what) { throw Failure(what + where()); }
 
-void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body,
-              bool together) {
+void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body, bool together,
+              unsigned cluster) {
   if (engine.running) throw Failure("a kernel cannot launch another");
   [[maybe_unused]] static const bool once = (catch_crashes(), true);
   engine.kernel = kernel;
@@ -425,9 +395,11 @@ void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_byte
     ~Finish() {
       engine.running = false;
       engine.body = nullptr;
-      for (const auto& fiber : engine.fibers) {
-        if (!fiber->done) fiber->started = false;
-        fiber->done = true;
+      for (const auto& cta : engine.ctas) {
+        for (const auto& fiber : cta->fibers) {
+          if (!fiber->done) fiber->started = false;
+          fiber->done = true;
+        }
       }
     }
   } finish;
@@ -436,21 +408,28 @@ void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_byte
   if (threads == 0 || threads > static_cast<std::size_t>(kMaxThreads)) fail("has " + std::to_string(threads) + " threads a CTA");
   if (std::size_t{grid.x} * grid.y * grid.z == 0) fail("has an empty grid");
   if (smem_bytes > kMaxSmemBytes) fail("asks for " + std::to_string(smem_bytes) + " bytes of shared memory, of 227 KiB");
+  if (together && cluster > 1) fail("is launched together in clusters, which is not emulated");
   if (together && std::size_t{grid.x} * grid.y * grid.z > 1) {
     if (!options().fold_together) fail("is launched together in more than one CTA, which run one after the other here");
     grid = position.grid_dim = {1, 1, 1};
   }
-  start_shared(smem_bytes);
+  engine.num_ctas = static_cast<int>(cluster);
+  engine.num_threads = static_cast<int>(threads);
+  engine.smem_bytes = smem_bytes;
+  engine.static_pieces.clear();
+  while (engine.ctas.size() < cluster) engine.ctas.push_back(std::make_unique<Cta>());
+  for (unsigned rank = 0; rank < cluster; ++rank) make_shared(*engine.ctas[rank]);
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) {
-        position.block = {x, y, z};
-        run_cta(block);
+      for (unsigned x = 0; x < grid.x; x += cluster) {
+        run_cluster({x, y, z});
         if (engine.error) std::rethrow_exception(std::exchange(engine.error, nullptr));
       }
     }
   }
 }
+
+unsigned last_cluster() { return static_cast<unsigned>(engine.num_ctas); }
 
 void set_registers(int count) { engine.current->registers = count; }
 

@@ -1,11 +1,13 @@
-// CUDA kernels on the CPU: every thread of a CTA is a fiber, CTAs run one after the other, and what the hardware does for a kernel
-// (barriers, warp exchanges, wgmma, bulk copies) is modelled as the PTX ISA words it. The headers under include/ stand in for those of
-// the CUDA toolkit and of src/cuda/ptx, so that the kernels' own sources compile unchanged as plain C++.
+// CUDA kernels on the CPU: every thread is a fiber, the CTAs of a cluster run at the same time and clusters one after the other, and
+// what the hardware does for a kernel (barriers, warp exchanges, wgmma, bulk copies) is modelled as the PTX ISA words it. The headers
+// under include/ stand in for those of the CUDA toolkit and of src/cuda/ptx, so that the kernels' own sources compile unchanged as
+// plain C++.
 //
 // Found out  wrong results; deadlocks; shared memory read before it was written (it starts as NaN) or accessed out of bounds;
 //            misaligned or impossible copies; threads of a warp or warpgroup that meet in different instructions; barriers that get too
-//            many arrivals. Timing::kLate also: accumulators or tiles used before the wait for them, a tile overwritten while a store
-//            or a product still reads it, ordinary stores that the copy engine or wgmma reads without a proxy fence.
+//            many arrivals; arrivals and loads in shared memory of a CTA that may not have started or has ended. Timing::kLate also:
+//            accumulators or tiles used before the wait for them, a tile overwritten while a store or a product still reads it,
+//            ordinary stores that the copy engine or wgmma reads without a proxy fence.
 // Not        data races between threads that no order of turns shows (threads change places only where they wait), bank conflicts,
 //            time.
 #pragma once
@@ -45,9 +47,10 @@ inline constexpr int kMaxThreads = 1024;                              // of a CT
 inline constexpr std::size_t kMaxSmemBytes = std::size_t{227} << 10;  // of a CTA
 
 // Runs `body` for every thread of the grid. `kernel` is the function that it calls, for messages. `together`: its CTAs may wait for
-// each other (a cooperative launch).
+// each other (a cooperative launch). `cluster`: CTAs of a cluster, neighbours in x.
 void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body,
-              bool together = false);
+              bool together = false, unsigned cluster = 1);
+unsigned last_cluster();  // CTAs of a cluster of the last grid
 
 // ---- inside a kernel ----
 
@@ -83,6 +86,11 @@ void mbarrier_arrive_expect(std::uint64_t* barrier, std::uint32_t bytes);
 void mbarrier_complete(std::uint64_t* barrier, std::uint32_t bytes);
 void mbarrier_wait(std::uint64_t* barrier, std::uint32_t parity);
 
+// What CTAs of a cluster do together.
+std::uint32_t cluster_rank();
+void cluster_sync();
+void mbarrier_arrive_remote(std::uint64_t* barrier, std::uint32_t rank);  // at the same place of another CTA
+
 // Ordinary stores to shared memory before it become visible to asynchronous reads.
 void fence_async();
 // stmatrix wrote the 16 bytes there: every lane of the warp has to fence before asynchronous accesses.
@@ -95,7 +103,7 @@ void async_store(std::uint32_t address, const void* data, std::uint32_t bytes);
 void set_registers(int count);
 
 // Asynchronous work of a thread: a load that ends on a barrier of its own, or a store that groups are kept of.
-void issue_load(std::function<void()> load);
+void issue_load(const std::function<void()>& load, std::uint32_t ctas = 0);  // for every CTA of the mask, or the calling one
 void issue_store(std::function<void()> store);
 void commit_stores();
 void wait_stores(std::size_t pending_groups);

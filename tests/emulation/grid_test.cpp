@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cuda/launch.hpp"
-#include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/global.cuh"
 #include "orders.hpp"
 
@@ -48,12 +48,6 @@ TEST_P(EmulatedGrid, BarrierOfTheGridMisused) {
   const std::string text = failure_of(
       +[](int) { cooperative_groups::this_grid().barrier_wait(threadIdx.x + 5); }, 1, 32, Order::kTogether, 0);
   EXPECT_NE(text.find("without having arrived"), std::string::npos) << text;
-}
-
-TEST_P(EmulatedGrid, ClustersAreNotEmulated) {
-  const std::string text = failure_of(
-      +[](int) { ptx::cluster_sync(); }, 1, 32, Order::kAfter, 0);
-  EXPECT_NE(text.find("clusters"), std::string::npos) << text;
 }
 
 __global__ void counting_kernel(std::int32_t* counter, int counted, int* out) {

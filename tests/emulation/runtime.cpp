@@ -14,6 +14,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInvalidClusterSize: return "invalid cluster size";
   }
   return "unknown error";
 }
@@ -50,7 +51,14 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
 namespace openmsa::emulation {
 namespace {
 std::map<const void*, int> allowed_smem;
+
+// Null where the launch does not say.
+const cudaLaunchAttribute* find_attribute(const cudaLaunchConfig_t& config, cudaLaunchAttributeID id) {
+  const cudaLaunchAttribute *begin = config.attrs, *end = begin + config.numAttrs;
+  const auto* found = std::find_if(begin, end, [id](const cudaLaunchAttribute& attribute) { return attribute.id == id; });
+  return found == end ? nullptr : found;
 }
+}  // namespace
 
 cudaError_t allow_smem(const void* kernel, int bytes) {
   if (bytes > static_cast<int>(kMaxSmemBytes)) return cudaErrorInvalidValue;
@@ -64,15 +72,24 @@ cudaError_t check_launch(const void* kernel, const cudaLaunchConfig_t& config) {
   const std::size_t ctas = std::size_t{config.gridDim.x} * config.gridDim.y * config.gridDim.z;
   if (threads == 0 || threads > std::size_t{kMaxThreads} || ctas == 0) return cudaErrorInvalidConfiguration;
   if (config.gridDim.x > 0x7fffffffu || config.gridDim.y > 65535 || config.gridDim.z > 65535) return cudaErrorInvalidConfiguration;
+  constexpr unsigned kMaxCluster = 8;  // without asking for more
+  const unsigned cluster = cluster_of(config);
+  if (cluster == 0 || cluster > kMaxCluster || config.gridDim.x % cluster != 0) return cudaErrorInvalidClusterSize;
   const auto found = allowed_smem.find(kernel);
   const std::size_t allowed = found == allowed_smem.end() ? kDefaultSmemBytes : static_cast<std::size_t>(found->second);
   return config.dynamicSmemBytes <= allowed ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 bool is_together(const cudaLaunchConfig_t& config) {
-  return std::any_of(config.attrs, config.attrs + config.numAttrs, [](const cudaLaunchAttribute& attribute) {
-    return attribute.id == cudaLaunchAttributeCooperative && attribute.val.cooperative != 0;
-  });
+  const cudaLaunchAttribute* cooperative = find_attribute(config, cudaLaunchAttributeCooperative);
+  return cooperative != nullptr && cooperative->val.cooperative != 0;
+}
+
+unsigned cluster_of(const cudaLaunchConfig_t& config) {
+  const cudaLaunchAttribute* cluster = find_attribute(config, cudaLaunchAttributeClusterDimension);
+  if (cluster == nullptr) return 1;
+  const auto& dim = cluster->val.clusterDim;
+  return dim.y == 1 && dim.z == 1 ? dim.x : 0;
 }
 
 }  // namespace openmsa::emulation

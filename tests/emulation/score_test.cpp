@@ -1,5 +1,5 @@
-// block_scores by both of its kernels, for few query rows a sequence (smxx_score_few) and for tiles of them (sm90_score without
-// clusters), behind the real launch code; and index_select around them.
+// block_scores by both of its kernels, for few query rows a sequence (smxx_score_few) and for tiles of them (sm90_score, by
+// single CTAs and in pairs), behind the real launch code; and index_select around them.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -112,18 +112,41 @@ TEST_P(EmulatedScore, IndexSelect) {
   }
 }
 
-TEST(EmulatedScorePairs, FailByName) {
-  Rng rng(7);
-  // Tokens enough for pairs of CTAs.
-  const Problem problem(score_config(64, 64, 64), single(64, 100), DType::kBF16, rng);
-  try {
-    emulated_block_scores(problem);
-    FAIL();
-  } catch (const emulation::Failure& failure) {
-    const std::string text = failure.what();
-    EXPECT_NE(text.find("clusters"), std::string::npos) << text;
-    EXPECT_NE(text.find("sm90_score_kernel"), std::string::npos) << text;
+// Sequences long enough for pairs of CTAs.
+class EmulatedScorePairs : public emulation::InOrders {};
+OPENMSA_IN_ORDERS(EmulatedScorePairs);
+
+void expect_right_in_pairs(const Problem& problem) {
+  expect_right(problem);
+  EXPECT_EQ(emulation::last_cluster(), 2u);
+}
+
+TEST_P(EmulatedScorePairs, EveryTile) {
+  Rng rng(9);
+  const std::int32_t groups[] = {64, 32, 40, 64, 64, 32}, multiprocessors[] = {2, 3, 5, 16, 4, 1};
+  int i = 0;
+  for (const std::int32_t dim : {64, 96, 128}) {
+    for (const std::int32_t block_size : {64, 128}) {
+      emulation::options().num_multiprocessors = multiprocessors[i];
+      // The last pair half empty, or its second CTA all but.
+      const std::int32_t tile = 256 / groups[i];
+      const Layout layout = single(16 * tile + (i % 2 == 0 ? 1 : tile + 1), 300 + 64 * i, i % 2 == 0);
+      expect_right_in_pairs(
+          Problem(score_config(groups[i], dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
+      ++i;
+    }
   }
+}
+
+TEST_P(EmulatedScorePairs, Layouts) {
+  Rng rng(10);
+  Layout layout = ragged({205, 0, 3, 65}, {300, 50, 1, 129}, false);
+  layout.q_start = {-20, 0, 0, 100};
+  layout.strided = true;
+  expect_right_in_pairs(Problem(score_config(64, 64, 64), layout, DType::kBF16, rng));
+  // Segments of keys.
+  emulation::options().num_multiprocessors = 40;
+  expect_right_in_pairs(Problem(score_config(64, 64, 128), single(64, 2000, true), DType::kF16, rng));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the emulator keeps of the CTA that runs: its fibers, warps, warpgroups, barriers and shared memory. For the sources of the
-// emulator alone; kernels and tests see engine.hpp.
+// What the emulator keeps of the CTAs that run, those of one cluster: their fibers, warps, warpgroups, barriers and shared memory. For
+// the sources of the emulator alone; kernels and tests see engine.hpp.
 #pragma once
 
 #include <setjmp.h>
@@ -80,13 +80,16 @@ struct CtaBarrier {
   std::array<Votes, 2> results{};  // by the parity of the generation
 };
 
+struct Cta;
+
 struct Fiber {
+  Cta* cta = nullptr;
   jmp_buf context;
   ucontext_t start;
   char* stack = nullptr;
   bool started = false;  // waits in its loop for a body
   bool done = true;
-  int number = 0;
+  int number = 0;  // in its CTA
   Index thread{};
   // What it waits for: a counter to leave `seen`, an mbarrier to leave a phase, or asynchronous work to reach a number. Null: nothing.
   const std::uint32_t* counter = nullptr;
@@ -111,38 +114,61 @@ struct Fiber {
   std::deque<std::vector<std::function<void()>>> copy_groups;
 };
 
-struct Cta {
-  int num_threads = 0, num_live = 0;
+// What begins afresh with every CTA.
+struct CtaState {
+  Index block{};
+  std::uint32_t rank = 0;  // in the cluster
+  int num_live = 0;
+  bool peers_started = false;  // it has been through the cluster's barrier
   std::array<Warp, kMaxThreads / 32> warps;
   std::array<Warpgroup, kMaxThreads / 128> warpgroups;
   std::array<CtaBarrier, 16> barriers;
-  std::deque<std::function<void()>> loads;
-  int starved_begin = 0, starved_end = 0;  // threads that get no turn while others can go on
+  bool fence_pending = false;
+  std::array<std::uint32_t, kSharedEnd / kChunkBytes> unfenced{};  // by chunk: lanes whose fence is missing
+};
+
+struct Cta : CtaState {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  // Shared memory: host address `zero` + a shared address; a page that nobody may touch follows it closely.
+  unsigned char* region = nullptr;
+  unsigned char* zero = nullptr;
+  std::vector<unsigned char> async;    // what asynchronous reads see
+  std::vector<unsigned char> statics;  // static shared memory, while another CTA's is in its place
+
+  unsigned char* raw_begin() const { return zero + kRawAddress; }
+  unsigned char* slack_end() const { return region + kPage + kRegionBytes / 2; }
+};
+
+// A bulk load under way, and the CTA that it fills.
+struct Load {
+  Cta* target;
+  std::function<void()> run;
 };
 
 struct Engine {
-  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<std::unique_ptr<Cta>> ctas;  // of the largest cluster so far
+  int num_ctas = 0, num_threads = 0;       // of a cluster, of a CTA
+  std::vector<Fiber*> fibers;              // of the cluster, CTA after CTA
+  Cta* cta = nullptr;                      // whose thread or asynchronous work runs
+  Cta* resident = nullptr;                 // whose static shared memory is in its place
   Fiber* current = nullptr;
   jmp_buf scheduler;
-  Cta cta;
+  int num_live = 0;  // threads of the cluster
+  CtaBarrier cluster;
+  std::deque<Load> loads;
+  int starved_begin = 0, starved_end = 0;  // threads that get no turn while others can go on, CTA after CTA
   const std::function<void()>* body = nullptr;
   std::exception_ptr error;
   const void* kernel = nullptr;
   bool running = false;
-  // Shared memory: host address `zero` + a shared address; a page that nobody may touch follows it closely.
-  unsigned char* region = nullptr;
-  unsigned char* zero = nullptr;
   std::size_t smem_bytes = 0;
-  std::vector<unsigned char> async;  // what asynchronous reads see
-  bool fence_pending = false;
-  std::array<std::uint32_t, kSharedEnd / kChunkBytes> unfenced{};  // by chunk: lanes whose fence is missing
   std::vector<const unsigned char*> static_pieces;
   std::uint32_t random = 0;
 };
 extern Engine engine;
 
-inline unsigned char* raw_begin() { return engine.zero + kRawAddress; }
-inline unsigned char* slack_end() { return engine.region + kPage + kRegionBytes / 2; }
+inline Warp& warp_of(const Fiber& fiber) { return fiber.cta->warps[static_cast<std::size_t>(fiber.number / 32)]; }
+inline Warpgroup& warpgroup_of(const Fiber& fiber) { return fiber.cta->warpgroups[static_cast<std::size_t>(fiber.number / 128)]; }
 
 std::string hex(std::uint64_t x);
 
@@ -152,8 +178,29 @@ void let_others_in();
 void wait_for_change(const std::uint32_t& counter, const char* in, std::uint32_t id);
 void wait_until(const std::uint64_t& reached, std::uint64_t target);
 
+inline Fiber& fiber_of(int i) { return *engine.fibers[static_cast<std::size_t>(i)]; }
+inline int num_fibers() { return static_cast<int>(engine.fibers.size()); }
+bool ready(const Fiber& fiber);
+std::uint32_t next_random();
+
 void finish_barrier(CtaBarrier& barrier);
 void finish_meeting(WarpMeeting& meeting, std::uint32_t live);
 void run_store_group(Fiber& fiber);  // the oldest
+// Nobody can go on: one piece of what is under way gets done, any load or what somebody waits for. False: nothing is.
+bool do_asynchronous_work();
+
+// Shared memory of CTAs: made and filled for a grid and a CTA, looked through at the CTA's end; static shared memory put in its place;
+// where that of a CTA is now.
+void make_shared(Cta& cta);
+void fill_shared(Cta& cta);
+void check_shared(const Cta& cta);
+void bring_statics(Cta& cta);
+inline unsigned char* at_home(const Cta& cta, const unsigned char* pointer) {
+  const bool away = engine.resident != &cta && pointer >= __start_openmsa_shared && pointer < __stop_openmsa_shared;
+  return const_cast<unsigned char*>(away ? cta.statics.data() + (pointer - __start_openmsa_shared) : pointer);
+}
+
+void enter(Cta& cta);                             // what follows is done for that CTA
+Cta& peer(std::uint32_t rank, const char* does);  // a CTA of the cluster whose shared memory is there, else fails
 
 }  // namespace openmsa::emulation

@@ -1,4 +1,4 @@
-// Where threads meet: barriers of the CTA, exchanges of a warp, mbarriers.
+// Where threads meet: barriers of the CTA, exchanges of a warp, mbarriers, what CTAs of a cluster do together.
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +9,7 @@ namespace openmsa::emulation {
 // ---- barriers ----
 
 Votes sync_threads(bool vote) {
-  Cta& cta = engine.cta;
+  Cta& cta = *engine.cta;
   CtaBarrier& barrier = cta.barriers[0];
   if (barrier.arrived == 0) barrier.votes = {0, 1, 0};
   barrier.votes.any |= vote ? 1 : 0;
@@ -28,10 +28,10 @@ namespace {
 // Counts the thread in; true if it was the last one.
 bool arrive_at_named(std::uint32_t id, std::uint32_t threads) {
   if (id == 0 || id >= 16) fail("uses named barrier " + std::to_string(id) + "; ids are 1 to 15");
-  if (threads == 0 || threads % 32 != 0 || static_cast<int>(threads) > engine.cta.num_threads) {
+  if (threads == 0 || threads % 32 != 0 || static_cast<int>(threads) > engine.num_threads) {
     fail("lets " + std::to_string(threads) + " threads meet at a named barrier");
   }
-  CtaBarrier& barrier = engine.cta.barriers[id];
+  CtaBarrier& barrier = engine.cta->barriers[id];
   if (barrier.arrived == 0) barrier.expected = threads;
   if (barrier.expected != threads) {
     fail("expects " + std::to_string(threads) + " threads at named barrier " + std::to_string(id) + ", others " +
@@ -45,7 +45,7 @@ bool arrive_at_named(std::uint32_t id, std::uint32_t threads) {
 }  // namespace
 
 void named_barrier(std::uint32_t id, std::uint32_t threads) {
-  if (!arrive_at_named(id, threads)) wait_for_change(engine.cta.barriers[id].generation, "named barrier", id);
+  if (!arrive_at_named(id, threads)) wait_for_change(engine.cta->barriers[id].generation, "named barrier", id);
 }
 
 void named_barrier_arrive(std::uint32_t id, std::uint32_t threads) {
@@ -66,7 +66,7 @@ std::int32_t poll(const std::int32_t* word) {
 }
 
 void meet_warp(const char* instruction, std::uint32_t mask, void* mine, WarpWork work) {
-  Warp& warp = engine.cta.warps[static_cast<std::size_t>(engine.current->number / 32)];
+  Warp& warp = warp_of(*engine.current);
   const auto self = static_cast<unsigned>(lane());
   if ((mask >> self & 1) == 0) fail(std::string(instruction) + " by a lane that is not in its own mask");
   const auto open = std::find_if(warp.meetings.begin(), warp.meetings.end(),
@@ -147,6 +147,41 @@ void mbarrier_wait(std::uint64_t* word, std::uint32_t parity) {
   fiber.parity = parity;
   to_scheduler(fiber);
   fiber.barrier = nullptr;
+}
+
+// ---- clusters ----
+
+std::uint32_t cluster_rank() { return engine.cta->rank; }
+
+void cluster_sync() {
+  meet_warp("barrier.cluster", 0xffffffffu, nullptr, nullptr);
+  CtaBarrier& barrier = engine.cluster;
+  if (static_cast<int>(++barrier.arrived) == engine.num_live)
+    finish_barrier(barrier);
+  else
+    wait_for_change(barrier.generation, "barrier of the cluster", barrier.generation);
+  engine.cta->peers_started = true;
+}
+
+Cta& peer(std::uint32_t rank, const char* does) {
+  const auto refuse = [&](const std::string& why) {
+    fail(std::string(does) + " shared memory of CTA " + std::to_string(rank) + " of the cluster, which " + why);
+  };
+  if (rank >= static_cast<std::uint32_t>(engine.num_ctas)) refuse("has " + std::to_string(engine.num_ctas));
+  Cta& cta = *engine.ctas[rank];
+  if (&cta == engine.cta) return cta;
+  if (!engine.cta->peers_started) refuse("may not have started: the caller's CTA has not been through the cluster's barrier yet");
+  if (cta.num_live == 0) refuse("has ended");
+  return cta;
+}
+
+void mbarrier_arrive_remote(std::uint64_t* barrier, std::uint32_t rank) {
+  const std::uint32_t address = shared_address(barrier);
+  Cta& mine = *engine.cta;
+  enter(peer(rank, "arrives on a barrier in"));
+  auto* word = static_cast<std::uint64_t*>(shared_pointer(address, sizeof *barrier));
+  enter(mine);
+  mbarrier_arrive(word);
 }
 
 }  // namespace openmsa::emulation

@@ -21,10 +21,9 @@
 // Standard headers say __attribute__((__noinline__)), so this has to stay a valid attribute list.
 #define __noinline__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// CTAs run one after the other. A section of its own, so that each finds NaN there.
+// A section of its own, which the emulator fills with what the CTA has there whose thread runs.
 #define __shared__ static __attribute__((section("openmsa_shared")))
 #define __constant__ static
 
@@ -312,7 +311,12 @@ inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 
 // ---- host ----
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidClusterSize = 912
+};
 using cudaStream_t = void*;
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
@@ -332,11 +336,18 @@ cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStre
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative = 2, cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeCooperative = 2,
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
-  struct {
+  union {
     int cooperative, programmaticStreamSerializationAllowed;
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -350,7 +361,8 @@ struct cudaLaunchConfig_t {
 namespace openmsa::emulation {
 cudaError_t allow_smem(const void* kernel, int bytes);
 cudaError_t check_launch(const void* kernel, const cudaLaunchConfig_t& config);
-bool is_together(const cudaLaunchConfig_t& config);  // a cooperative launch
+bool is_together(const cudaLaunchConfig_t& config);     // a cooperative launch
+unsigned cluster_of(const cudaLaunchConfig_t& config);  // CTAs; 0: of a shape that is not emulated
 }  // namespace openmsa::emulation
 
 template <typename... Params>
@@ -365,6 +377,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const auto index = [](const dim3& x) { return ::openmsa::emulation::Index{x.x, x.y, x.z}; };
   ::openmsa::emulation::run_grid(
       name, index(config->gridDim), index(config->blockDim), config->dynamicSmemBytes, [&] { kernel(args...); },
-      ::openmsa::emulation::is_together(*config));
+      ::openmsa::emulation::is_together(*config), ::openmsa::emulation::cluster_of(*config));
   return cudaSuccess;
 }

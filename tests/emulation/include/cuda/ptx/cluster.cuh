@@ -1,18 +1,19 @@
-// The wrappers of src/cuda/ptx/cluster.cuh. CTAs run one after the other, so those of a cluster cannot meet: instances for clusters
-// compile, and fail where they would.
+// The wrappers of src/cuda/ptx/cluster.cuh over the emulator. A kernel that is launched without clusters is a cluster of one CTA.
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
 
 namespace openmsa::cuda::ptx {
 
-[[noreturn]] inline void fail_cluster() { emulation::fail("runs in clusters of CTAs, which are not emulated"); }
-inline std::uint32_t cluster_rank() { fail_cluster(); }
-inline void cluster_sync() { fail_cluster(); }
-inline void mbarrier_arrive_cluster(std::uint64_t*, std::uint32_t) { fail_cluster(); }
-inline void tma_load_4d_multicast(void*, const CUtensorMap*, std::uint64_t*, std::uint16_t, std::int32_t, std::int32_t,
-                                  std::int32_t, std::int32_t) {
-  fail_cluster();
+inline std::uint32_t cluster_rank() { return emulation::cluster_rank(); }
+inline void cluster_sync() { emulation::cluster_sync(); }
+
+inline void mbarrier_arrive_cluster(std::uint64_t* barrier, std::uint32_t cta) { emulation::mbarrier_arrive_remote(barrier, cta); }
+
+inline void tma_load_4d_multicast(void* smem, const CUtensorMap* map, std::uint64_t* barrier, std::uint16_t ctas, std::int32_t x,
+                                  std::int32_t y, std::int32_t z, std::int32_t w) {
+  if (ctas == 0) emulation::fail("multicasts to no CTA");
+  emulation::load_box(smem, *map, barrier, 4, {x, y, z, w}, ctas);
 }
 
 }  // namespace openmsa::cuda::ptx
