@@ -19,6 +19,7 @@
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/convert.cuh"
 #include "cuda/ptx/register.cuh"
+#include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -82,10 +83,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
                       const __grid_constant__ CUtensorMap map_v, const __grid_constant__ DenseParams params) {
   using T = typename Traits::T;
   constexpr int kHalves = Traits::kHalves, kStages = Traits::kStages, kBlock = Traits::kBlock;
-  extern __shared__ unsigned char raw_smem[];
-  unsigned char* smem =
-      reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(raw_smem) + 1023) & ~std::uintptr_t{1023});
-  unsigned char* smem_q = smem;
+  unsigned char* smem_q = ptx::dynamic_smem_aligned_late();
   unsigned char* smem_k = smem_q + kHalves * Traits::kBoxBytesQ;
   unsigned char* smem_v = smem_k + kStages * Traits::kTileBytes;
   auto* k_full = reinterpret_cast<std::uint64_t*>(smem_v + kStages * Traits::kTileBytes);

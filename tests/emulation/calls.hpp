@@ -26,10 +26,11 @@ OverlappingSequences overlapping_sequences(std::int32_t dim, Rng& rng);
 core::Geometry gpu_geometry(const Problem& problem);
 MsaConfig gpu_config(const Problem& problem);  // with the defaults filled in
 
-// Throws what kernels reported (a broken list, say) as an Error.
-void run_emulated(const std::function<void(core::Context)>& run, const std::function<void(core::Context)>& reserve);
+// Throws what kernels reported (a broken list, say) as an Error. `exact`: the call takes all of the scratch that reserve() does.
+void run_emulated(const std::function<void(core::Context)>& run, const std::function<void(core::Context)>& reserve,
+                  bool exact = true);
 template <typename Params>
-void run_emulated(const EmulatedKernel<Params>& kernel, const Params& params) {
+void run_emulated(const EmulatedKernel<Params>& kernel, const Params& params, bool exact = true) {
   const auto bound = [&params](void (*function)(const Params&)) {
     return [&params, function](core::Context context) {
       Params with_context = params;
@@ -37,12 +38,14 @@ void run_emulated(const EmulatedKernel<Params>& kernel, const Params& params) {
       if (function != nullptr) function(with_context);
     };
   };
-  run_emulated(bound(kernel.run), bound(kernel.reserve));
+  run_emulated(bound(kernel.run), bound(kernel.reserve), exact);
 }
 
 Attention emulated_attention(const EmulatedKernel<core::SparseAttentionParams>& kernel, const core::Geometry& geo,
                              const Problem& problem, const Tensor& block_ids);
 Attention emulated_sparse_attention(const Problem& problem, const Tensor& block_ids);
+// block_max with a column more than there are blocks.
+Attention emulated_dense_attention(const Problem& problem, bool with_block_max, bool with_lse = true);
 // A null `block_ids` means every visible key, as in the calls of support/training.hpp.
 Gradients emulated_attention_backward(const EmulatedKernel<core::AttentionBackwardParams>& kernel, const Problem& problem,
                                       const Tensor* block_ids, const Attention& forward, const Tensor& d_out);
