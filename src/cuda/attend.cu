@@ -88,8 +88,8 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   check(cudaMemsetAsync(s.offsets, 0, s.zero_bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
   launch_plan(s.plan, batch, begin, end, kUnionTokens, stream);
 
-  const UnionScratch unite{s.plan.tiles, s.plan.capacity, s.union_entries, s.num_entries, s.work,        s.num_work,
-                           s.next_work,  s.taken,         s.ranks,         s.partial,     s.partial_lse, chunk_begin};
+  const UnionScratch unite{batch,       s.plan.tiles, s.plan.capacity, s.union_entries, s.num_entries, s.work,     s.num_work,
+                           s.next_work, s.taken,      s.ranks,         s.partial,       s.partial_lse, chunk_begin};
   std::uint32_t* taken = nullptr;
   if (can_unite(s)) {
     taken = s.taken;
@@ -136,15 +136,12 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
   attend.group_size = config.group_size();
   attend.log_group = s.log_group;
   attend.scale_log2 = static_cast<float>(config.effective_softmax_scale() * 1.4426950408889634);
-  const std::int64_t size = dtype_bytes(params.q.dtype);
   const std::int32_t heads = 1 << s.log_group;
-  const CUtensorMap map_q = make_tensor_map(
-      params.q.data, params.q.dtype, {config.head_dim, config.num_q_heads, geo.total_q},
-      {config.num_q_heads > 1 ? params.q.stride[1] * size : 16, geo.total_q > 1 ? params.q.stride[0] * size : 16}, {64, heads, 1});
+  const CUtensorMap map_q = row_map(params.q, heads);
   const CUtensorMap map_k = key_map(params.k, geo, config.head_dim, config.num_kv_heads);
   const CUtensorMap map_v = key_map(params.v, geo, config.head_dim, config.num_kv_heads);
   const CUtensorMap map_partial = make_tensor_map(s.partial, params.q.dtype, {config.head_dim, s.num_slots << s.log_group},
-                                                  {config.head_dim * size}, {64, heads});
+                                                  {config.head_dim * dtype_bytes(params.q.dtype)}, {64, heads});
   with_dtype(params.q.dtype, [&](auto element) {
     with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
       with_size<64, 128>(config.block_size, [&](auto block) {

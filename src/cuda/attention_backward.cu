@@ -39,13 +39,6 @@ Scratch reserve(const core::AttentionBackwardParams& params, const VisitLimits& 
   return s;
 }
 
-CUtensorMap query_map(const TensorView& view, const MsaConfig& config, std::int64_t heads) {
-  const std::int64_t size = dtype_bytes(view.dtype);
-  return make_tensor_map(view.data, view.dtype, {config.head_dim, config.num_q_heads, view.shape[0]},
-                         {config.num_q_heads > 1 ? view.stride[1] * size : 16, view.shape[0] > 1 ? view.stride[0] * size : 16},
-                         {64, heads, 1});
-}
-
 void run_items(const core::AttentionBackwardParams& params, const Scratch& s, std::int64_t begin, std::int64_t end) {
   const MsaConfig& config = params.config;
   const core::Geometry& geo = params.geo;
@@ -88,7 +81,7 @@ void run_items(const core::AttentionBackwardParams& params, const Scratch& s, st
   backward.head_dim = config.head_dim;
   backward.scale_log2 = static_cast<float>(config.effective_softmax_scale() * 1.4426950408889634);
   const std::int64_t heads = std::int64_t{1} << s.log_group;
-  const CUtensorMap map_q = query_map(params.q, config, heads), map_d_out = query_map(params.d_out, config, heads);
+  const CUtensorMap map_q = row_map(params.q, heads), map_d_out = row_map(params.d_out, heads);
   const CUtensorMap map_k = key_map(params.k, geo, config.head_dim, config.num_kv_heads);
   const CUtensorMap map_v = key_map(params.v, geo, config.head_dim, config.num_kv_heads);
   const CUtensorMap map_slots = make_tensor_map(s.slots, params.q.dtype, {config.head_dim, s.visits.num_slots << s.log_group},

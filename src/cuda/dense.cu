@@ -20,20 +20,14 @@ DenseMode dense_mode(const core::DenseAttentionParams& params) {
 void launch_dense(DenseMode mode, const core::DenseAttentionParams& params, const DenseParams& device) {
   const MsaConfig& config = params.config;
   const core::Geometry& geo = params.geo;
-  const TensorView& q = params.q;
   const int cluster = dense_cluster(mode);
   const auto num_clusters =
       std::min<std::int64_t>(num_multiprocessors() / cluster, std::int64_t{device.num_tiles} * config.num_kv_heads);
   const auto num_ctas = static_cast<unsigned>(num_clusters * cluster);
-  const std::int64_t size = dtype_bytes(q.dtype);
-  const std::int32_t heads = 1 << device.log_group;
-  const CUtensorMap map_q =
-      make_tensor_map(q.data, q.dtype, {config.head_dim, config.num_q_heads, geo.total_q},
-                      {config.num_q_heads > 1 ? q.stride[1] * size : 16, geo.total_q > 1 ? q.stride[0] * size : 16},
-                      {64, heads, kDenseRows / heads});
+  const CUtensorMap map_q = row_map(params.q, 1 << device.log_group, kDenseRows >> device.log_group);
   const CUtensorMap map_k = key_map(params.k, geo, config.head_dim, config.num_kv_heads, config.block_size / cluster),
                     map_v = key_map(params.v, geo, config.head_dim, config.num_kv_heads, config.block_size / cluster);
-  with_dtype(q.dtype, [&](auto element) {
+  with_dtype(params.q.dtype, [&](auto element) {
     with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
       with_size<64, 128>(config.block_size, [&](auto block) {
         with_size<0, 1, 2>(static_cast<int>(mode), [&](auto which) {

@@ -64,14 +64,6 @@ Scratch reserve(const core::IndexKlParams& params, const VisitLimits& limits) {
   return s;
 }
 
-// [T, heads, dim] in boxes of 64 dims of `box_heads` heads of a token.
-CUtensorMap row_map(const TensorView& view, std::int32_t dim, std::int32_t box_heads) {
-  const std::int64_t size = dtype_bytes(view.dtype), heads = view.shape[1];
-  return make_tensor_map(view.data, view.dtype, {dim, heads, view.shape[0]},
-                         {heads > 1 ? view.stride[1] * size : 16, view.shape[0] > 1 ? view.stride[0] * size : 16},
-                         {64, box_heads, 1});
-}
-
 IndexQueries index_queries(const core::IndexKlParams& params) {
   return {params.q_idx.data, params.q_idx.stride[0], params.q_idx.stride[1], params.config.index_dim};
 }
@@ -107,7 +99,7 @@ void launch_teacher(const core::IndexKlParams& params, const Scratch& s, std::in
   teacher.log_group = kStudent ? 0 : s.log_group;
   teacher.scale_log2 = static_cast<float>(scale * kLog2E);
   teacher.mean = 1.f / static_cast<float>(config.group_size());
-  const CUtensorMap map_q = row_map(kStudent ? params.q_idx : params.q, dim, 1 << teacher.log_group);
+  const CUtensorMap map_q = row_map(kStudent ? params.q_idx : params.q, 1 << teacher.log_group);
   const CUtensorMap map_k =
       kStudent ? key_map(params.k_idx, params.geo, dim, 1) : key_map(params.k, params.geo, dim, config.num_kv_heads);
   with_instance(params.q.dtype, dim, config.block_size, [&](auto element, auto bound, auto block) {

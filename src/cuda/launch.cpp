@@ -58,6 +58,14 @@ CUtensorMap make_tensor_map(const void* data, DType dtype, std::initializer_list
   return map;
 }
 
+CUtensorMap row_map(const TensorView& rows, std::int32_t box_heads, std::int32_t box_tokens) {
+  const std::int64_t size = dtype_bytes(rows.dtype), tokens = rows.shape[0], heads = rows.shape[1];
+  // Axes of length 1 may carry any stride; the encoder wants multiples of 16.
+  return make_tensor_map(rows.data, rows.dtype, {rows.shape[2], heads, tokens},
+                         {heads > 1 ? rows.stride[1] * size : 16, tokens > 1 ? rows.stride[0] * size : 16},
+                         {64, box_heads, box_tokens});
+}
+
 CUtensorMap key_map(const core::KeyBlocks& keys, const core::Geometry& geo, std::int32_t dim, std::int32_t num_heads,
                     std::int32_t box_tokens) {
   const bool paged = geo.paged();

@@ -81,6 +81,9 @@ inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
 CUtensorMap make_tensor_map(const void* data, DType dtype, std::initializer_list<std::int64_t> size,
                             std::initializer_list<std::int64_t> stride_bytes, std::initializer_list<std::int64_t> box);
 
+// [T, H, D] as (dim, head, token), a box being 64 dims of `box_heads` heads of `box_tokens` tokens.
+CUtensorMap row_map(const TensorView& rows, std::int32_t box_heads, std::int32_t box_tokens = 1);
+
 // [S, Hkv, D] or [num_pages, Hkv, Bk, D] as (dim, token, head, page), a box being 64 dims of one block, or of `box_tokens` of its
 // tokens; for index keys num_heads 1.
 CUtensorMap key_map(const core::KeyBlocks& keys, const core::Geometry& geo, std::int32_t dim, std::int32_t num_heads,

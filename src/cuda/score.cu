@@ -49,10 +49,7 @@ void launch_tiles(const ScoreCall& call, const Plan& plan) {
   params.tile_tokens = tile_tokens;
   params.fill = call.fill;
   launch_plan(plan, params.batch, call.token_begin, call.token_end, cluster * tile_tokens, call.stream);
-  const std::int64_t size = dtype_bytes(call.q_idx.dtype);
-  const CUtensorMap map_q = make_tensor_map(call.q_idx.data, call.q_idx.dtype, {dim, num_groups, geo.total_q},
-                                            {num_groups > 1 ? call.q_idx.stride[1] * size : 16, call.q_idx.stride[0] * size},
-                                            {64, num_groups, tile_tokens});
+  const CUtensorMap map_q = row_map(call.q_idx, num_groups, tile_tokens);
   const CUtensorMap map_k = key_map(call.k_idx, geo, dim, 1, geo.block_size / cluster);
   // No more clusters than there can be items.
   const std::int64_t quads = std::max<std::int64_t>((geo.max_num_blocks() + 3) / 4, 1);

@@ -11,7 +11,7 @@ namespace openmsa::cuda {
 
 void launch_union_route(const core::SparseAttentionParams& params, const UnionScratch& scratch) {
   const std::int32_t num_groups = params.config.num_kv_heads;
-  const UnionParams route{batch_params(params.geo),
+  const UnionParams route{scratch.batch,
                           scratch.tiles,
                           static_cast<const std::int32_t*>(params.block_ids.data),
                           params.block_ids.stride[0],
@@ -32,9 +32,8 @@ void launch_union_route(const core::SparseAttentionParams& params, const UnionSc
 void launch_union(const core::SparseAttentionParams& params, const UnionScratch& scratch) {
   const MsaConfig& config = params.config;
   const core::Geometry& geo = params.geo;
-  const TensorView& q = params.q;
   UnionTileParams device{};
-  device.batch = batch_params(geo);
+  device.batch = scratch.batch;
   device.tiles = scratch.tiles;
   device.work = scratch.work;
   device.num_work = scratch.num_work;
@@ -60,13 +59,9 @@ void launch_union(const core::SparseAttentionParams& params, const UnionScratch&
 
   const auto num_ctas =
       static_cast<unsigned>(std::min<std::int64_t>(num_multiprocessors(), std::int64_t{scratch.num_tiles} * config.num_kv_heads));
-  const std::int64_t size = dtype_bytes(q.dtype);
-  const CUtensorMap map_q =
-      make_tensor_map(q.data, q.dtype, {config.head_dim, config.num_q_heads, geo.total_q},
-                      {config.num_q_heads > 1 ? q.stride[1] * size : 16, geo.total_q > 1 ? q.stride[0] * size : 16},
-                      {64, 1 << kUnionLogGroup, kUnionSideTokens});
+  const CUtensorMap map_q = row_map(params.q, 1 << kUnionLogGroup, kUnionSideTokens);
   const CUtensorMap map_k = key_map(params.k, geo, config.head_dim, config.num_kv_heads);
-  with_dtype(q.dtype, [&](auto element) {
+  with_dtype(params.q.dtype, [&](auto element) {
     with_size<64, 96, 128>(config.head_dim, [&](auto dim) {
       with_size<64, 128>(config.block_size, [&](auto block) {
         using Traits = UnionTraits<decltype(element), dim.value, block.value>;

@@ -6,8 +6,9 @@
 
 namespace openmsa::cuda {
 
-// What the routing leaves for the tile kernel, and whom it serves.
+// The chunk, what the routing leaves for the tile kernel, and whom it serves.
 struct UnionScratch {
+  BatchParams batch;
   const QueryTile* tiles;  // [num_tiles], each of kUnionTokens
   std::int32_t num_tiles;
   std::uint32_t* entries;              // [num_tiles * Hkv, kMaxUnion]

@@ -26,7 +26,7 @@ struct UnionTileParams {
   const std::int32_t* work;                        // [num_work], tile * Hkv + group
   const std::int32_t* num_work;                    // [1]
   std::int32_t* next_work;                         // [1], zero at launch: how many CTAs have come back for more
-  const std::uint32_t* entries;                    // [num_tiles * Hkv, kMaxUnion], ascending blocks
+  const std::uint32_t* entries;                    // [num_tiles * Hkv, kMaxUnion], as union_place() orders them
   const std::int32_t* num_entries;                 // [num_tiles * Hkv]
   const std::uint32_t* taken;                      // [chunk tokens, Hkv], see lists.hpp
   const std::int32_t* ranks;                       // [chunk tokens, Hkv, k]; -1: no partial in this slot

@@ -26,6 +26,15 @@ OverlappingSequences overlapping_sequences(std::int32_t dim, Rng& rng);
 core::Geometry gpu_geometry(const Problem& problem);
 MsaConfig gpu_config(const Problem& problem);  // with the defaults filled in
 
+// Every head or index dim with every block size, numbered.
+template <typename F>
+void for_each_shape(F f) {
+  int i = 0;
+  for (const std::int32_t dim : {64, 96, 128}) {
+    for (const std::int32_t block_size : {64, 128}) f(dim, block_size, i++);
+  }
+}
+
 // Throws what kernels reported (a broken list, say) as an Error. `exact`: the call takes all of the scratch that reserve() does.
 void run_emulated(const std::function<void(core::Context)>& run, const std::function<void(core::Context)>& reserve,
                   bool exact = true);

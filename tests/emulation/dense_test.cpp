@@ -72,17 +72,13 @@ OPENMSA_IN_ORDERS(EmulatedDense);
 TEST_P(EmulatedDense, EveryShape) {
   Rng rng(1);
   const std::int32_t group_sizes[] = {4, 16, 3, 11, 8, 6}, multiprocessors[] = {3, 1, 2, 4, 1, 20};
-  int i = 0;
-  for (const std::int32_t dim : {64, 96, 128}) {
-    for (const std::int32_t block_size : {64, 128}) {
-      emulation::options().num_multiprocessors = multiprocessors[i];
-      const std::int32_t group_size = group_sizes[i];
-      const std::int32_t tile = cuda::dense_tile_tokens(DenseMode::kPlain, group_size > 8 ? 4 : group_size > 4 ? 3 : 2);
-      const Layout layout = ragged({tile + 3, 5}, {5 * block_size - 7, 90}, i % 2 == 0);
-      expect_right(Problem(dense_config(2, group_size, dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
-      ++i;
-    }
-  }
+  for_each_shape([&](std::int32_t dim, std::int32_t block_size, int i) {
+    emulation::options().num_multiprocessors = multiprocessors[i];
+    const std::int32_t group_size = group_sizes[i];
+    const std::int32_t tile = cuda::dense_tile_tokens(DenseMode::kPlain, group_size > 8 ? 4 : group_size > 4 ? 3 : 2);
+    const Layout layout = ragged({tile + 3, 5}, {5 * block_size - 7, 90}, i % 2 == 0);
+    expect_right(Problem(dense_config(2, group_size, dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
+  });
 }
 
 TEST_P(EmulatedDense, Layouts) {
@@ -190,19 +186,15 @@ OPENMSA_IN_TWO_ORDERS(EmulatedDensePairs);
 TEST_P(EmulatedDensePairs, EveryShape) {
   Rng rng(9);
   const std::int32_t group_sizes[] = {16, 11, 8, 16, 9, 13}, multiprocessors[] = {2, 5, 3, 40, 4, 2};
-  int i = 0;
-  for (const std::int32_t dim : {64, 96, 128}) {
-    for (const std::int32_t block_size : {64, 128}) {
-      emulation::options().num_multiprocessors = multiprocessors[i];
-      const std::int32_t group_size = group_sizes[i];
-      const std::int32_t pair = cuda::dense_tile_tokens(DenseMode::kPaired, group_size > 8 ? 4 : 3);
-      // Of the last pair the second CTA has no token, or one.
-      const Layout layout = single(8 * pair + (i % 2 == 0 ? 1 : pair / 2 + 1), 2 * block_size + 60 * i, i % 2 == 1);
-      expect_right(Problem(dense_config(1, group_size, dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng),
-                   DenseMode::kPaired);
-      ++i;
-    }
-  }
+  for_each_shape([&](std::int32_t dim, std::int32_t block_size, int i) {
+    emulation::options().num_multiprocessors = multiprocessors[i];
+    const std::int32_t group_size = group_sizes[i];
+    const std::int32_t pair = cuda::dense_tile_tokens(DenseMode::kPaired, group_size > 8 ? 4 : 3);
+    // Of the last pair the second CTA has no token, or one.
+    const Layout layout = single(8 * pair + (i % 2 == 0 ? 1 : pair / 2 + 1), 2 * block_size + 60 * i, i % 2 == 1);
+    expect_right(Problem(dense_config(1, group_size, dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng),
+                 DenseMode::kPaired);
+  });
 }
 
 TEST_P(EmulatedDensePairs, Layouts) {

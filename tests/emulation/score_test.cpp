@@ -30,17 +30,13 @@ MsaConfig score_config(std::int32_t groups, std::int32_t dim, std::int32_t block
 TEST_P(EmulatedScore, EveryTile) {
   Rng rng(1);
   const std::int32_t groups[] = {4, 1, 3, 8, 2, 16}, multiprocessors[] = {1, 3, 5, 7, 2, 20};
-  int i = 0;
-  for (const std::int32_t dim : {64, 96, 128}) {
-    for (const std::int32_t block_size : {64, 128}) {
-      emulation::options().num_multiprocessors = multiprocessors[i];
-      // Two tiles, and one of few tokens.
-      const std::int32_t tile = 256 / groups[i];
-      const Layout layout = ragged({tile + 5, 3}, {900, 300 + 64 * i}, i % 2 == 0);
-      expect_right(Problem(score_config(groups[i], dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
-      ++i;
-    }
-  }
+  for_each_shape([&](std::int32_t dim, std::int32_t block_size, int i) {
+    emulation::options().num_multiprocessors = multiprocessors[i];
+    // Two tiles, and one of few tokens.
+    const std::int32_t tile = 256 / groups[i];
+    const Layout layout = ragged({tile + 5, 3}, {900, 300 + 64 * i}, i % 2 == 0);
+    expect_right(Problem(score_config(groups[i], dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
+  });
 }
 
 TEST_P(EmulatedScore, LayoutsOfTiles) {
@@ -72,16 +68,13 @@ TEST(EmulatedLongScore, SegmentsSideBySide) {
 TEST_P(EmulatedScore, FewQueries) {
   Rng rng(4);
   constexpr std::int32_t kGroups[] = {4, 1, 16, 3, 8, 2};
-  int i = 0;
-  for (const std::int32_t dim : {64, 96, 128}) {
-    for (const std::int32_t block_size : {64, 128}) {
-      Layout layout = ragged({1, 0, 4, 2, 1}, {1000, 50, 3, 130, 0}, i % 2 == 0);
-      layout.strided = i % 3 == 0;
-      if (i % 4 == 1) layout.q_start = {40, 0, -2, 200, 0};
-      const std::int32_t groups = kGroups[i];
-      expect_right(Problem(score_config(groups, dim, block_size), layout, i++ % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
-    }
-  }
+  for_each_shape([&](std::int32_t dim, std::int32_t block_size, int i) {
+    Layout layout = ragged({1, 0, 4, 2, 1}, {1000, 50, 3, 130, 0}, i % 2 == 0);
+    layout.strided = i % 3 == 0;
+    if (i % 4 == 1) layout.q_start = {40, 0, -2, 200, 0};
+    const std::int32_t groups = kGroups[i];
+    expect_right(Problem(score_config(groups, dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
+  });
 }
 
 // A NaN product makes its block's score NaN for those who see it; rows of negative scores order their bits the other way round.
@@ -124,18 +117,13 @@ void expect_right_in_pairs(const Problem& problem) {
 TEST_P(EmulatedScorePairs, EveryTile) {
   Rng rng(9);
   const std::int32_t groups[] = {64, 32, 40, 64, 64, 32}, multiprocessors[] = {2, 3, 5, 16, 4, 1};
-  int i = 0;
-  for (const std::int32_t dim : {64, 96, 128}) {
-    for (const std::int32_t block_size : {64, 128}) {
-      emulation::options().num_multiprocessors = multiprocessors[i];
-      // The last pair half empty, or its second CTA all but.
-      const std::int32_t tile = 256 / groups[i];
-      const Layout layout = single(16 * tile + (i % 2 == 0 ? 1 : tile + 1), 300 + 64 * i, i % 2 == 0);
-      expect_right_in_pairs(
-          Problem(score_config(groups[i], dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
-      ++i;
-    }
-  }
+  for_each_shape([&](std::int32_t dim, std::int32_t block_size, int i) {
+    emulation::options().num_multiprocessors = multiprocessors[i];
+    // The last pair half empty, or its second CTA all but.
+    const std::int32_t tile = 256 / groups[i];
+    const Layout layout = single(16 * tile + (i % 2 == 0 ? 1 : tile + 1), 300 + 64 * i, i % 2 == 0);
+    expect_right_in_pairs(Problem(score_config(groups[i], dim, block_size), layout, i % 3 == 0 ? DType::kF16 : DType::kBF16, rng));
+  });
 }
 
 TEST_P(EmulatedScorePairs, Layouts) {
