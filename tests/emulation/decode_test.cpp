@@ -47,16 +47,13 @@ void expect_right(const Problem& problem, bool exact = false, bool pages_shared 
 TEST_P(EmulatedDecode, EveryShape) {
   Rng rng(1);
   constexpr std::int32_t kTopK[] = {1, 2, 5, 16, 17, 32};
-  int i = 0;
-  for (const std::int32_t dim : {64, 96, 128}) {
-    for (const std::int32_t block_size : {64, 128}) {
-      use_multiprocessors(kMultiprocessors[i % 3]);
-      const std::int32_t group_size = pick(rng, {1, 3, 5, 8, 16}), top_k = kTopK[i];
-      const DType dtype = i++ % 2 == 0 ? DType::kBF16 : DType::kF16;
-      const Layout layout = ragged({1, 1}, {40 * 64 + 5, 700}, i % 2 == 0);
-      expect_right(Problem(make_config(2, group_size, dim, dim, block_size, top_k), layout, dtype, rng));
-    }
-  }
+  for_each_shape([&](std::int32_t dim, std::int32_t block_size, int i) {
+    use_multiprocessors(kMultiprocessors[i % 3]);
+    const std::int32_t group_size = pick(rng, {1, 3, 5, 8, 16}), top_k = kTopK[i];
+    const DType dtype = i % 2 == 0 ? DType::kBF16 : DType::kF16;
+    const Layout layout = ragged({1, 1}, {40 * 64 + 5, 700}, i % 2 == 1);
+    expect_right(Problem(make_config(2, group_size, dim, dim, block_size, top_k), layout, dtype, rng));
+  });
 }
 
 // Index keys of another width than keys, and more query rows than the score stage takes: two launches.
