@@ -22,6 +22,7 @@
 #include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/store_row.cuh"
 
 namespace openmsa::cuda {
 
@@ -368,27 +369,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
           target = static_cast<T*>(params.out) + (std::int64_t{work.first_token} + token) * params.stride_out_token +
                    head * params.stride_out_head;
         }
-        // A quad trades its 4-byte pairs so that each lane holds 16 contiguous bytes: lane q takes column group 4m + q.
-#pragma unroll
-        for (int m = 0; m < Traits::kHeadDim / 32; ++m) {
-          std::uint32_t mine[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            mine[i] = pack2<T>(out[4 * (4 * m + i) + 2 * r] * inverse, out[4 * (4 * m + i) + 2 * r + 1] * inverse);
-          std::uint32_t got[4];
-#pragma unroll
-          for (int turn = 0; turn < 4; ++turn) {
-            // In turn t lane q sends its pair of group q ^ t and receives the pair of its own group from lane q ^ t.
-            const int partner = quad ^ turn;
-            const std::uint32_t send = partner == 0 ? mine[0] : partner == 1 ? mine[1] : partner == 2 ? mine[2] : mine[3];
-            const std::uint32_t received = __shfl_xor_sync(0xffffffffu, send, turn);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              if (partner == i) got[i] = received;
-            }
-          }
-          if (target) *reinterpret_cast<uint4*>(target + (4 * m + quad) * 8) = uint4{got[0], got[1], got[2], got[3]};
-        }
+        store_row<T, Traits::kHeadDim>(target, out, r, inverse, quad);
       }
     }
   }

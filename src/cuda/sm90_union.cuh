@@ -23,6 +23,7 @@
 #include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/store_row.cuh"
 #include "cuda/union_params.hpp"
 
 namespace openmsa::cuda {
@@ -101,115 +102,113 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warpgroup = warp_index / 4;
   if (warpgroup == 0) {
     ptx::shrink_registers<32>();
-    const int num_work = *params.num_work;
-    int next = blockIdx.x;  // of thread 0
-    // The n-th work of this CTA, for all producer warps. A warp comes here when it is through with the one before.
-    const auto take_work = [&](int n) {
-      if (threadIdx.x == 0) feed[n % 2] = next;
-      ptx::named_barrier(kUnionFeedBarrier, 128);
-      const int work = feed[n % 2];
-      if (threadIdx.x == 0 && work < num_work) next = gridDim.x + atomicAdd(params.next_work, 1);  // under this one's loads
-      return work;
-    };
-    if (warp_index == 0) {
-      UnionRing<kStages> ring{0, 1};  // a fresh barrier counts as released
-      for (int n = 0;; ++n) {
-        const int i = take_work(n);
-        if (i >= num_work) break;
-        const int index = params.work[i], group = index % params.num_groups, num_steps = params.num_entries[index];
-        const int seq = params.tiles[index / params.num_groups].seq;
-        Sequence sequence;
-        params.batch.load<false>(seq, &sequence);
-        int token = 0, page = 0;  // of step `lane`
-        if (lane < num_steps) {
-          const int block = static_cast<int>(params.entries[std::int64_t{index} * kMaxUnion + lane] & (kUnionBlocks - 1));
-          // Checked where the lists were; an id outside the pool reads as zeros.
-          if (sequence.pages)
-            page = sequence.pages[block];
-          else
-            token = sequence.key_begin + block * kBlock;
-        }
-        for (int step = 0; step < num_steps; ++step) {
-          const int step_token = __shfl_sync(0xffffffffu, token, step), step_page = __shfl_sync(0xffffffffu, page, step);
-          if (lane == 0) {
+    const int num_work = *params.num_work, side = warp_index - 1;
+    UnionRing<kStages> ring{0, 1};  // a fresh barrier counts as released
+    const auto load_keys = [&](int index) {
+      const int group = index % params.num_groups, num_steps = params.num_entries[index];
+      const int seq = params.tiles[index / params.num_groups].seq;
+      Sequence sequence;
+      params.batch.load<false>(seq, &sequence);
+      int token = 0, page = 0;  // of step `lane`
+      if (lane < num_steps) {
+        const int block = static_cast<int>(params.entries[std::int64_t{index} * kMaxUnion + lane] & (kUnionBlocks - 1));
+        // Checked where the lists were; an id outside the pool reads as zeros.
+        if (sequence.pages)
+          page = sequence.pages[block];
+        else
+          token = sequence.key_begin + block * kBlock;
+      }
+      for (int step = 0; step < num_steps; ++step) {
+        const int step_token = __shfl_sync(0xffffffffu, token, step), step_page = __shfl_sync(0xffffffffu, page, step);
+        if (lane == 0) {
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-              const int s = ring.stage(part);
-              unsigned char* target = smem_ring + s * Traits::kStageBytes;
-              ptx::mbarrier_wait(&empty[s], ring.parity_of(part));
-              ptx::mbarrier_arrive_expect(&full[s], Traits::kStageBytes);
-              if (part < kHalves) {
-                ptx::tma_load_4d(target, &map_k, &full[s], part * 64, step_token, group, step_page);
-              } else {
-                for (int h = 0; h < kHalves; ++h) {
-                  ptx::tma_load_4d(target + h * Traits::kBoxBytesV, &map_v, &full[s], h * 64,
-                                   step_token + (part - kHalves) * Traits::kPartKeys, group, step_page);
-                }
+          for (int part = 0; part < kParts; ++part) {
+            const int s = ring.stage(part);
+            unsigned char* target = smem_ring + s * Traits::kStageBytes;
+            ptx::mbarrier_wait(&empty[s], ring.parity_of(part));
+            ptx::mbarrier_arrive_expect(&full[s], Traits::kStageBytes);
+            if (part < kHalves) {
+              ptx::tma_load_4d(target, &map_k, &full[s], part * 64, step_token, group, step_page);
+            } else {
+              for (int h = 0; h < kHalves; ++h) {
+                ptx::tma_load_4d(target + h * Traits::kBoxBytesV, &map_v, &full[s], h * 64,
+                                 step_token + (part - kHalves) * Traits::kPartKeys, group, step_page);
               }
             }
           }
-          __syncwarp();
-          ring.advance(kParts);
-        }
-      }
-    } else {
-      const int side = warp_index - 1;
-      for (int n = 0;; ++n) {
-        const int i = take_work(n);
-        UnionTask* task = &tasks[n % 2 * kUnionSides + side];
-        int num_steps = -1, group = 0, seqlen_k = 0, first_token = 0, visible = 0;
-        std::uint32_t entry = 0, served = 0, others = 0;
-        if (i < num_work) {
-          const int index = params.work[i];
-          const QueryTile tile = params.tiles[index / params.num_groups];
-          group = index % params.num_groups;
-          num_steps = params.num_entries[index];
-          if (lane < num_steps) entry = params.entries[std::int64_t{index} * kMaxUnion + lane];
-          Sequence sequence;
-          params.batch.load<false>(tile.seq, &sequence);
-          const int first = tile.first + side * kUnionSideTokens;
-          seqlen_k = sequence.seqlen_k;
-          first_token = sequence.query_begin + first;
-          if (lane < kUnionSideTokens && first + lane < tile.end) {
-            visible = sequence.num_visible(sequence.first_position + first + lane);
-            served = params.taken[(std::int64_t{first_token} + lane - params.chunk_begin) * params.num_groups + group];
-          }
-          for (int t = 0; t < kUnionSideTokens && first + t < tile.end; ++t) {
-            const std::int64_t pair = (std::int64_t{first_token} + t - params.chunk_begin) * params.num_groups + group;
-            const std::uint32_t mask =
-                __ballot_sync(0xffffffffu, lane < params.top_k && params.ranks[pair * params.top_k + lane] >= 0);
-            if (lane == t) others = mask;
-          }
-        }
-        // Also says that the tile before the last is done with, whose task this one replaces.
-        if (n > 0) ptx::mbarrier_wait(&q_empty[side], (n - 1) & 1);
-        task->entries[lane] = entry;
-        if (lane < kUnionSideTokens) {
-          task->visible[lane] = visible;
-          task->served[lane] = served;
-          task->others[lane] = others;
-        }
-        if (lane == 0) {
-          task->num_steps = num_steps;
-          task->group = group;
-          task->seqlen_k = seqlen_k;
-          task->first_token = first_token;
         }
         __syncwarp();
-        if (lane == 0) {
-          if (num_steps < 0) {
-            ptx::mbarrier_arrive(&q_full[side]);
-          } else {
-            ptx::mbarrier_arrive_expect(&q_full[side], kHalves * Traits::kBoxBytesQ);
-            for (int h = 0; h < kHalves; ++h) {
-              ptx::tma_load_3d(smem_q + (side * kHalves + h) * Traits::kBoxBytesQ, &map_q, &q_full[side], h * 64,
-                               group * params.group_size, first_token);
-            }
+        ring.advance(kParts);
+      }
+    };
+    // Of the n-th tile; index -1: none.
+    const auto give_task = [&](int n, int index) {
+      UnionTask* task = &tasks[n % 2 * kUnionSides + side];
+      int num_steps = -1, group = 0, seqlen_k = 0, first_token = 0, visible = 0;
+      std::uint32_t entry = 0, served = 0, others = 0;
+      if (index >= 0) {
+        const QueryTile tile = params.tiles[index / params.num_groups];
+        group = index % params.num_groups;
+        num_steps = params.num_entries[index];
+        if (lane < num_steps) entry = params.entries[std::int64_t{index} * kMaxUnion + lane];
+        Sequence sequence;
+        params.batch.load<false>(tile.seq, &sequence);
+        const int first = tile.first + side * kUnionSideTokens;
+        seqlen_k = sequence.seqlen_k;
+        first_token = sequence.query_begin + first;
+        if (lane < kUnionSideTokens && first + lane < tile.end) {
+          visible = sequence.num_visible(sequence.first_position + first + lane);
+          served = params.taken[(std::int64_t{first_token} + lane - params.chunk_begin) * params.num_groups + group];
+        }
+        for (int t = 0; t < kUnionSideTokens && first + t < tile.end; ++t) {
+          const std::int64_t pair = (std::int64_t{first_token} + t - params.chunk_begin) * params.num_groups + group;
+          const std::uint32_t mask =
+              __ballot_sync(0xffffffffu, lane < params.top_k && params.ranks[pair * params.top_k + lane] >= 0);
+          if (lane == t) others = mask;
+        }
+      }
+      // Also says that the tile before the last is done with, whose task this one replaces.
+      if (n > 0) ptx::mbarrier_wait(&q_empty[side], (n - 1) & 1);
+      task->entries[lane] = entry;
+      if (lane < kUnionSideTokens) {
+        task->visible[lane] = visible;
+        task->served[lane] = served;
+        task->others[lane] = others;
+      }
+      if (lane == 0) {
+        task->num_steps = num_steps;
+        task->group = group;
+        task->seqlen_k = seqlen_k;
+        task->first_token = first_token;
+      }
+      __syncwarp();
+      if (lane == 0) {
+        if (num_steps < 0) {
+          ptx::mbarrier_arrive(&q_full[side]);
+        } else {
+          ptx::mbarrier_arrive_expect(&q_full[side], kHalves * Traits::kBoxBytesQ);
+          for (int h = 0; h < kHalves; ++h) {
+            ptx::tma_load_3d(smem_q + (side * kHalves + h) * Traits::kBoxBytesQ, &map_q, &q_full[side], h * 64,
+                             group * params.group_size, first_token);
           }
         }
-        __syncwarp();
-        if (num_steps < 0) break;
       }
+      __syncwarp();
+    };
+    int next = blockIdx.x;  // of thread 0
+    for (int n = 0;; ++n) {
+      // The n-th work of this CTA. A warp comes here when it is through with the one before.
+      if (threadIdx.x == 0) feed[n % 2] = next;
+      ptx::named_barrier(kUnionFeedBarrier, 128);
+      const int work = feed[n % 2];
+      const bool more = work < num_work;
+      if (threadIdx.x == 0 && more) next = gridDim.x + atomicAdd(params.next_work, 1);  // under this one's loads
+      if (warp_index > 0) {
+        give_task(n, more ? params.work[work] : -1);
+      } else if (more) {
+        load_keys(params.work[work]);
+      }
+      if (!more) break;
     }
     return;
   }
@@ -429,26 +428,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
               row_sum[r] == 0.f ? -INFINITY : (row_max[r] + log2f(row_sum[r])) * 0.6931471805599453f;
         }
       }
-      // A quad trades its 4-byte pairs so that each lane holds 16 contiguous bytes: lane q takes column group 4m + q.
-#pragma unroll
-      for (int m = 0; m < Traits::kHeadDim / 32; ++m) {
-        std::uint32_t mine[4], got[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          mine[i] = pack2<T>(out[4 * (4 * m + i) + 2 * r] * inverse, out[4 * (4 * m + i) + 2 * r + 1] * inverse);
-#pragma unroll
-        for (int turn = 0; turn < 4; ++turn) {
-          // In turn t lane q sends its pair of group q ^ t and receives the pair of its own group from lane q ^ t.
-          const int partner = quad ^ turn;
-          const std::uint32_t send = partner == 0 ? mine[0] : partner == 1 ? mine[1] : partner == 2 ? mine[2] : mine[3];
-          const std::uint32_t received = __shfl_xor_sync(0xffffffffu, send, turn);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (partner == i) got[i] = received;
-          }
-        }
-        if (target) *reinterpret_cast<uint4*>(target + (4 * m + quad) * 8) = uint4{got[0], got[1], got[2], got[3]};
-      }
+      store_row<T, Traits::kHeadDim>(target, out, r, inverse, quad);
     }
   }
 }
