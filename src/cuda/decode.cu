@@ -19,7 +19,6 @@ struct Scratch {
   std::int32_t num_splits;
   float* partial;
   float2* stats;
-  std::int32_t* counters;
 };
 
 // Into how many units of slots a (token, group) is cut: as many as keep all CTAs equally busy, a unit having a fixed cost of about
@@ -38,13 +37,11 @@ std::int32_t choose_splits(std::int64_t rows, std::int32_t top_k) {
 Scratch reserve(core::Arena& arena, std::int64_t total_q, const MsaConfig& config) {
   const std::int64_t chunk =
       std::min<std::int64_t>(total_q, std::max<std::int64_t>(kMaxUnits / (config.num_kv_heads * config.top_k), 1));
-  Scratch scratch{chunk, choose_splits(chunk * config.num_kv_heads, config.top_k), nullptr, nullptr, nullptr};
+  Scratch scratch{chunk, choose_splits(chunk * config.num_kv_heads, config.top_k), nullptr, nullptr};
   if (scratch.num_splits == 1) return scratch;
-  const auto rows = static_cast<std::size_t>(chunk * config.num_kv_heads),
-             units = rows * static_cast<std::size_t>(scratch.num_splits);
+  const auto units = static_cast<std::size_t>(chunk * config.num_kv_heads * scratch.num_splits);
   scratch.partial = arena.take<float>(units * 16 * static_cast<std::size_t>(config.head_dim));
   scratch.stats = arena.take<float2>(units * 16);
-  scratch.counters = arena.take<std::int32_t>(rows);
   return scratch;
 }
 
@@ -61,10 +58,10 @@ DecodeParams decode_params(const Params& params, const Scratch& scratch) {
   device.stride_q_head = params.q.stride[1];
   device.stride_k_token = params.k.stride_token / size;
   device.stride_k_head = params.k.stride_head / size;
-  device.stride_k_page = params.k.stride_page / size;
+  device.stride_k_block = device.batch.page_table ? params.k.stride_page / size : config.block_size * device.stride_k_token;
   device.stride_v_token = params.v.stride_token / size;
   device.stride_v_head = params.v.stride_head / size;
-  device.stride_v_page = params.v.stride_page / size;
+  device.stride_v_block = device.batch.page_table ? params.v.stride_page / size : config.block_size * device.stride_v_token;
   device.out = params.out.data;
   device.stride_out_token = params.out.stride[0];
   device.stride_out_head = params.out.stride[1];
@@ -72,7 +69,6 @@ DecodeParams decode_params(const Params& params, const Scratch& scratch) {
   device.stride_lse_token = params.lse.stride[0];
   device.partial = scratch.partial;
   device.partial_stats = scratch.stats;
-  device.counters = scratch.counters;
   device.num_groups = config.num_kv_heads;
   device.group_size = config.group_size();
   device.top_k = config.top_k;

@@ -41,28 +41,25 @@ struct BatchParams {
   template <bool kReport = true>
   __device__ __forceinline__ bool load(int seq, Sequence* out) const {
     *out = Sequence{};
+    // All loads before the first look at one of them, so that they are waited for once.
     const int q0 = cu_seqlens_q[seq], q1 = cu_seqlens_q[seq + 1];
+    const int k0 = page_table ? 0 : cu_seqlens_k[seq], k1 = page_table ? seqlens_k[seq] : cu_seqlens_k[seq + 1];
+    const int given_start = q_start ? q_start[seq] : 0;
     if (q0 < 0 || q1 < q0 || q1 > total_q || (seq == 0 && q0 != 0) || (seq == num_seqs - 1 && q1 != total_q)) {
       if (kReport) report(fault, FaultCode::kCuSeqlensQ, seq, q0, q1);
       return false;
     }
-    int k0 = 0, length;
     if (page_table) {
-      length = seqlens_k[seq];
-      if (length < 0 || (length + block_size - 1) / block_size > max_pages) {
-        if (kReport) report(fault, FaultCode::kSeqlensK, seq, length, max_pages);
+      if (k1 < 0 || (k1 + block_size - 1) / block_size > max_pages) {
+        if (kReport) report(fault, FaultCode::kSeqlensK, seq, k1, max_pages);
         return false;
       }
-    } else {
-      k0 = cu_seqlens_k[seq];
-      const int k1 = cu_seqlens_k[seq + 1];
-      if (k0 < 0 || k1 < k0 || (seq == 0 && k0 != 0) ||
-          (total_k >= 0 && (k1 > total_k || (seq == num_seqs - 1 && k1 != total_k)))) {
-        if (kReport) report(fault, FaultCode::kCuSeqlensK, seq, k0, k1);
-        return false;
-      }
-      length = k1 - k0;
+    } else if (k0 < 0 || k1 < k0 || (seq == 0 && k0 != 0) ||
+               (total_k >= 0 && (k1 > total_k || (seq == num_seqs - 1 && k1 != total_k)))) {
+      if (kReport) report(fault, FaultCode::kCuSeqlensK, seq, k0, k1);
+      return false;
     }
+    const int length = k1 - k0;
     if (q1 - q0 > max_seqlen_q || length > max_seqlen_k) {
       if (kReport) report(fault, FaultCode::kMaxSeqlen, seq, q1 - q0, length);
       return false;
@@ -71,7 +68,7 @@ struct BatchParams {
             q1 - q0,
             k0,
             length,
-            q_start ? q_start[seq] : length - (q1 - q0),
+            q_start ? given_start : length - (q1 - q0),
             page_table ? page_table + seq * stride_page_table : nullptr};
     return true;
   }

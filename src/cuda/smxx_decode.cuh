@@ -7,12 +7,13 @@
 // Stages    score (smxx_score_few.cuh) -> grid barrier -> each CTA selects for its rows (smxx_select_few.cuh; the CTAs that share
 //           a row repeat its selection, which costs less than another barrier) -> attend -> merge. Between its arrival at the grid
 //           barrier and the end of its wait a CTA loads its first row's queries and page table. sparse_decode needs the barrier
-//           for its cleared counters only, and waits when its first unit is done.
+//           for its cleared partials only, and waits before it merges.
 // Loads     K and V by cp.async into one buffer each: the next K is on its way from the moment this block's scores are there, the
 //           next V from the end of P V. More shared memory would be slower: loads in flight need room in the L1 (docs/kernels.md).
-// Merge     every unit of a row that was split leaves an fp32 partial with maximum and sum and counts itself done. When a CTA has
-//           done all its units it waits for the rest of each one's row and merges its share of the row's heads, in slot order, so
-//           that runs repeat bitwise. Nobody counts after waiting, so nobody waits for ever.
+// Merge     every unit of a row that was split leaves an fp32 partial with maximum and sum. When a CTA has done all its units it
+//           merges its share of each one's row's heads, in slot order, so that runs repeat bitwise. Every word of a partial is its
+//           own flag: cleared to a NaN that no arithmetic gives, and read until it is something else. Nobody writes after waiting,
+//           so nobody waits for ever.
 // Shared    K and V 64 KB; P 4.3 KB, maxima and sums 2 KB, the row's queries 4 KB, ids and pages. The scratch of score and of select
 //           lies over it.
 // Registers at most 128 (512 threads).
@@ -36,9 +37,9 @@ struct DecodeParams {
   const void* q;  // [T, Hq, D]
   const void* k;  // [S, Hkv, D] or [num_pages, Hkv, Bk, D]
   const void* v;
-  std::int64_t stride_q_token, stride_q_head;  // elements
-  std::int64_t stride_k_token, stride_k_head, stride_k_page;
-  std::int64_t stride_v_token, stride_v_head, stride_v_page;
+  std::int64_t stride_q_token, stride_q_head;                  // elements
+  std::int64_t stride_k_token, stride_k_head, stride_k_block;  // from block to block: a page, or Bk tokens
+  std::int64_t stride_v_token, stride_v_head, stride_v_block;
   const std::int32_t* block_ids;  // [T, Hkv, k]; not read where the kernel selects itself
   std::int64_t stride_id_token, stride_id_group;
   void* out;  // [T, Hq, D]
@@ -47,7 +48,6 @@ struct DecodeParams {
   std::int64_t stride_lse_token;
   float* partial;                        // [units, 16, D], none if num_splits is 1
   float2* partial_stats;                 // [units, 16]: max (in log2 units), sum
-  std::int32_t* counters;                // [tokens of the launch, Hkv] of units done, none if num_splits is 1
   std::int32_t token_begin, num_tokens;  // packed query tokens of this launch; rows count from its first
   std::int32_t num_groups, group_size, top_k;
   std::int32_t num_splits;  // units a row, at most top_k
@@ -71,28 +71,36 @@ struct DecodeTraits {
 // One (token, group): what its queries see.
 template <typename Traits>
 struct DecodeRow {
+  using T = typename Traits::T;
   Sequence sequence;
   int seq, token, group, visible, own_block;
+  const T *k, *v;  // this thread's 16-byte column of its first key, in page or block 0
 
-  // The queries go to shared memory as A fragments of the k16 steps: a0 (r, 2c..), a1 (r+8, 2c..), a2 (r, 2c+8..), a3 (r+8, 2c+8..).
+  // The queries go to shared memory, by cp.async, as A fragments of the k16 steps: a0 (r, 2c..), a1 (r+8, 2c..), a2 (r, 2c+8..),
+  // a3 (r+8, 2c+8..).
   __device__ __forceinline__ void load(const DecodeParams& params, int row, uint4* smem_q) {
-    using T = typename Traits::T;
     token = params.token_begin + row / params.num_groups, group = row % params.num_groups;
     if (threadIdx.x < Traits::kSteps * 32) {
       const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, dim = threadIdx.x / 32 * 16 + 2 * c;
       const T* q = static_cast<const T*>(params.q) + std::int64_t{token} * params.stride_q_token + dim;
-      auto word = [&](int head, int offset) {
-        return head < params.group_size
-                   ? *reinterpret_cast<const std::uint32_t*>(q + (group * params.group_size + head) * params.stride_q_head + offset)
-                   : 0u;
-      };
-      smem_q[threadIdx.x] = uint4{word(r, 0), word(r + 8, 0), word(r, 8), word(r + 8, 8)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int head = r + i % 2 * 8;
+        ptx::copy_async<4>(ptx::smem_address(smem_q + threadIdx.x) + 4 * i,
+                           q + (group * params.group_size + min(head, params.group_size - 1)) * params.stride_q_head + i / 2 * 8,
+                           head < params.group_size ? 4 : 0);
+      }
     }
+    ptx::copy_async_commit();
     seq = params.batch.sequence_of(token);
     params.batch.load(seq, &sequence);  // a broken one sees nothing
     const int position = sequence.first_position + token - sequence.query_begin;
     visible = sequence.num_visible(position);
     own_block = position < 0 ? -1 : position / Traits::kBlock;
+    const std::int64_t key = (sequence.pages ? 0 : sequence.key_begin) + threadIdx.x / Traits::kPieces;
+    const int dim = threadIdx.x % Traits::kPieces * 8;
+    k = static_cast<const T*>(params.k) + group * params.stride_k_head + key * params.stride_k_token + dim;
+    v = static_cast<const T*>(params.v) + group * params.stride_v_head + key * params.stride_v_token + dim;
   }
 };
 
@@ -130,10 +138,10 @@ struct DecodeAcc {
   float o[4], top[2], sum[2];
 };
 
-// Slots [begin, end) of a row, none of them empty.
+// Slots [begin, end) of a row, none of them empty. `places`: a slot's page, or block of packed keys; -1 if that was reported.
 template <typename Traits>
 __device__ __forceinline__ void decode_attend(const DecodeParams& params, const DecodeRow<Traits>& row, const int* ids,
-                                              const int* pages, int begin, int end, unsigned char* smem, DecodeAcc& acc) {
+                                              const int* places, int begin, int end, unsigned char* smem, DecodeAcc& acc) {
   using T = typename Traits::T;
   constexpr int kBlock = Traits::kBlock;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
@@ -141,33 +149,25 @@ __device__ __forceinline__ void decode_attend(const DecodeParams& params, const 
   float* smem_max = reinterpret_cast<float*>(smem + Traits::kMaxOffset);  // [16 heads][16 warps]
   const uint4* smem_q = reinterpret_cast<const uint4*>(smem + Traits::kQueryOffset);
   const std::uint32_t tile_k = ptx::smem_address(smem), tile_v = tile_k + Traits::kTileBytes;
-  const auto live_keys_of = [&](int slot) { return pages[slot] < 0 ? 0 : min(row.visible - ids[slot] * kBlock, kBlock); };
+  const auto live_keys_of = [&](int slot) { return places[slot] < 0 ? 0 : min(row.visible - ids[slot] * kBlock, kBlock); };
 
   // One commit group, also where there is nothing to load. A thread copies one 16-byte column of every 32nd key.
-  const auto load = [&](int slot, const void* base, std::int64_t stride_token, std::int64_t stride_head, std::int64_t stride_page,
-                        std::uint32_t tile) {
-    if (slot < end && pages[slot] >= 0 && threadIdx.x < 32 * Traits::kPieces) {
+  const auto load = [&](int slot, const T* source, std::int64_t stride_token, std::int64_t stride_block, std::uint32_t tile) {
+    if (slot < end && places[slot] >= 0 && threadIdx.x < 32 * Traits::kPieces) {
       const int key = threadIdx.x / Traits::kPieces, piece = threadIdx.x % Traits::kPieces, live_keys = live_keys_of(slot);
-      const std::int64_t first = row.sequence.pages ? 0 : row.sequence.key_begin + std::int64_t{ids[slot]} * kBlock;
-      const T* source = static_cast<const T*>(base) + pages[slot] * stride_page + row.group * stride_head +
-                        (first + key) * stride_token + piece * 8;
       std::uint32_t target = tile + (key * Traits::kPieces + Traits::place(key, piece)) * 16;
+      source += places[slot] * stride_block;
 #pragma unroll
       for (int i = 0; i < kBlock / 32; ++i) {
-        // Rows nobody sees become zero: their P is zero, and 0 x NaN must not leak.
-        const bool live = key + 32 * i < live_keys;
-        ptx::copy_async<16>(target, live ? source : static_cast<const T*>(base), live ? 16 : 0);
+        // Rows nobody sees become zero without being read: their P is zero, and 0 x NaN must not leak.
+        ptx::copy_async<16>(target, source, key + 32 * i < live_keys ? 16 : 0);
         source += 32 * stride_token, target += 32 * Traits::kPieces * 16;
       }
     }
     ptx::copy_async_commit();
   };
-  const auto load_k = [&](int slot) {
-    load(slot, params.k, params.stride_k_token, params.stride_k_head, params.stride_k_page, tile_k);
-  };
-  const auto load_v = [&](int slot) {
-    load(slot, params.v, params.stride_v_token, params.stride_v_head, params.stride_v_page, tile_v);
-  };
+  const auto load_k = [&](int slot) { load(slot, row.k, params.stride_k_token, params.stride_k_block, tile_k); };
+  const auto load_v = [&](int slot) { load(slot, row.v, params.stride_v_token, params.stride_v_block, tile_v); };
 
   load_k(begin);
   load_v(begin);
@@ -273,6 +273,21 @@ __device__ __forceinline__ void decode_write_lse(const DecodeParams& params, int
       sum == 0.f ? -INFINITY : (top + log2f(sum)) * 0.6931471805599453f;
 }
 
+// What a word of a partial is before its unit has written it: a NaN, and not the one that arithmetic gives (0x7fffffff).
+inline constexpr std::uint32_t kUnwritten = 0xffffffffu;
+
+// The partials of this CTA's units become unwritten; a grid barrier must follow before anybody reads them.
+template <typename Traits>
+__device__ __forceinline__ void decode_clear(const DecodeParams& params) {
+  if (params.num_splits == 1) return;
+  const uint4 unwritten = {kUnwritten, kUnwritten, kUnwritten, kUnwritten};
+  for (int unit = blockIdx.x; unit < params.num_tokens * params.num_groups * params.num_splits; unit += gridDim.x) {
+    uint4* partial = reinterpret_cast<uint4*>(params.partial + std::int64_t{unit} * 16 * Traits::kHeadDim);
+    for (int i = threadIdx.x; i < 4 * Traits::kHeadDim; i += kFewThreads) partial[i] = unwritten;
+    if (threadIdx.x < 8) reinterpret_cast<uint4*>(params.partial_stats + unit * 16)[threadIdx.x] = unwritten;
+  }
+}
+
 // A unit's share of its row's merge: every num_splits-th of the row's 64-dim parts of heads, a warp each, over the partials in slot
 // order. No barrier of the CTA: the warps without a share go on.
 template <typename Traits>
@@ -282,26 +297,27 @@ __device__ __forceinline__ void decode_merge(const DecodeParams& params, int uni
   const int index = unit / count, split = unit % count, share = warp * count + split;
   const int head = share / kParts, part = share % kParts, dim = part * 64 + lane * 2;
   if (head >= params.group_size) return;
-  if (lane == 0) {
-    while (ptx::load_acquire(params.counters + index) < count) {
-    }
-  }
-  __syncwarp();
   const std::int64_t first_row = std::int64_t{index} * count * 16 + head;
-  const float2 stats = lane < count ? __ldcg(params.partial_stats + first_row + lane * 16) : float2{-INFINITY, 0.f};
   const float* partial = params.partial + first_row * kHeadDim + dim;
-  float top = -INFINITY, offset = 0.f, weight = 0.f, sum = 0.f;
+  float2 stats = {-INFINITY, 0.f};
+  float offset = 0.f, weight = 0.f, sum = 0.f;
   float2 acc = {0.f, 0.f};
   for (int i0 = 0; i0 < count; i0 += 16) {
     float2 x[16];
+    bool written;
+    do {
+      written = lane >= count || ptx::load_written(params.partial_stats + first_row + lane * 16, kUnwritten, stats);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      x[i] = i0 + i < count && dim < kHeadDim
-                 ? __ldcg(reinterpret_cast<const float2*>(partial + std::int64_t{i0 + i} * 16 * kHeadDim))
-                 : float2{0.f, 0.f};
-    }
-    if (i0 == 0) {  // under the first loads
-      top = stats.x;
+      for (int i = 0; i < 16; ++i) {
+        x[i] = {0.f, 0.f};
+        if (i0 + i < count && dim < kHeadDim) {
+          const auto* from = reinterpret_cast<const float2*>(partial + std::int64_t{i0 + i} * 16 * kHeadDim);
+          written &= ptx::load_written(from, kUnwritten, x[i]);
+        }
+      }
+    } while (__any_sync(0xffffffffu, !written));
+    if (i0 == 0) {
+      float top = stats.x;
 #pragma unroll
       for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
       offset = top == -INFINITY ? 0.f : top;
@@ -320,14 +336,14 @@ __device__ __forceinline__ void decode_merge(const DecodeParams& params, int uni
   if (part == 0 && lane == 0) decode_write_lse(params, token, group, head, offset, sum);
 }
 
-// The units of this CTA. `ready` returns when rows may be selected. `counted` returns when the counters may be used and what the CTA
-// wrote before is ordered before what it does then; it is called once a unit. `select` fills ids (shared memory) for a row, for the
-// first warp to read; where it takes its time (kCachePages) the first row's page table waits for it in shared memory.
-template <typename Traits, bool kCachePages, typename Ready, typename Counted, typename Select>
-__device__ __forceinline__ void decode_units(const DecodeParams& params, unsigned char* smem, Ready ready, Counted counted,
+// The units of this CTA. `ready` returns when rows may be selected, `cleared` when the partials of all CTAs were. `select` fills ids
+// (shared memory) for a row, for the first warp to read; where it takes its time (kCachePages) the first row's page table waits for
+// it in shared memory.
+template <typename Traits, bool kCachePages, typename Ready, typename Cleared, typename Select>
+__device__ __forceinline__ void decode_units(const DecodeParams& params, unsigned char* smem, Ready ready, Cleared cleared,
                                              Select select) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-  int *ids = reinterpret_cast<int*>(smem + Traits::kIdsOffset), *pages = ids + 32;
+  int *ids = reinterpret_cast<int*>(smem + Traits::kIdsOffset), *places = ids + 32;
   uint4* smem_q = reinterpret_cast<uint4*>(smem + Traits::kQueryOffset);
   float* smem_sum = reinterpret_cast<float*>(smem + Traits::kSumOffset);
   const int splits = params.num_splits, num_units = params.num_tokens * params.num_groups * splits;
@@ -346,22 +362,25 @@ __device__ __forceinline__ void decode_units(const DecodeParams& params, unsigne
   ptx::copy_async_wait<0>();
   for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
     const int index = unit / splits, split = unit % splits;
-    if (unit != static_cast<int>(blockIdx.x)) row.load(params, index, smem_q);
+    if (unit != static_cast<int>(blockIdx.x)) {
+      row.load(params, index, smem_q);
+      ptx::copy_async_wait<0>();
+    }
     const int begin = params.top_k * split / splits, end = params.top_k * (split + 1) / splits;
     __syncthreads();  // the list of the row before has been read, this one's queries and pages are there
     select(row, index, split == 0, ids);
     if (threadIdx.x < static_cast<unsigned>(params.top_k)) {
       const int block = ids[threadIdx.x];
-      pages[threadIdx.x] = block < 0        ? -1
-                           : block < cached ? params.batch.checked_page(row.seq, block, page_row[block])
-                                            : params.batch.page(row.sequence, row.seq, block);
+      places[threadIdx.x] = block < 0 || !row.sequence.pages ? block
+                            : block < cached                 ? params.batch.checked_page(row.seq, block, page_row[block])
+                                                             : params.batch.page(row.sequence, row.seq, block);
     }
     cached = 0;  // K comes to lie over it
     __syncthreads();
     DecodeAcc acc{{}, {-INFINITY, -INFINITY}, {}};
     int stop = begin;
     while (stop < end && ids[stop] >= 0) ++stop;  // a hole in a list is a reported fault; what follows it in the unit is left out
-    if (begin < stop) decode_attend<Traits>(params, row, ids, pages, begin, stop, smem, acc);
+    if (begin < stop) decode_attend<Traits>(params, row, ids, places, begin, stop, smem, acc);
 
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -388,47 +407,30 @@ __device__ __forceinline__ void decode_units(const DecodeParams& params, unsigne
         if (warp == 0 && c == 0) decode_write_lse(params, row.token, row.group, head, acc.top[h], sum[h]);
       } else {
         if (warp < Traits::kDimWarps) {
-          *reinterpret_cast<float2*>(params.partial + (std::int64_t{unit} * 16 + head) * Traits::kHeadDim + dim) =
-              float2{acc.o[2 * h], acc.o[2 * h + 1]};
+          ptx::store_relaxed(reinterpret_cast<float2*>(params.partial + (std::int64_t{unit} * 16 + head) * Traits::kHeadDim + dim),
+                             float2{acc.o[2 * h], acc.o[2 * h + 1]});
         }
-        if (warp == 0 && c == 0) params.partial_stats[unit * 16 + head] = float2{acc.top[h], sum[h]};
+        if (warp == 0 && c == 0) ptx::store_relaxed(params.partial_stats + unit * 16 + head, float2{acc.top[h], sum[h]});
       }
     }
-    if (splits == 1) continue;
-    counted();
-    if (threadIdx.x == 0) ptx::add_release(params.counters + index, 1);
   }
   if (splits == 1) return;
+  cleared();
   for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) decode_merge<Traits>(params, unit);
-}
-
-// CTA 0 clears the counters; a grid barrier must follow before they are used.
-__device__ __forceinline__ void decode_clear(const DecodeParams& params) {
-  if (blockIdx.x != 0 || params.num_splits == 1) return;
-  for (int i = threadIdx.x; i < params.num_tokens * params.num_groups; i += kFewThreads) params.counters[i] = 0;
 }
 
 template <typename Traits>
 __global__ void __launch_bounds__(kFewThreads, 1) smxx_decode_kernel(const __grid_constant__ DecodeParams params) {
   OPENMSA_DYNAMIC_SMEM(smem);
   const auto grid = cooperative_groups::this_grid();
-  bool waiting = params.num_splits > 1;
-  decode_clear(params);
+  decode_clear<Traits>(params);
   unsigned token = 0;
-  if (waiting) token = grid.barrier_arrive();
+  if (params.num_splits > 1) token = grid.barrier_arrive();
   int listed = blockIdx.x / params.num_splits;
   DecodeSlot slot =
       listed < params.num_tokens * params.num_groups ? decode_slot(params, listed) : DecodeSlot{};  // under the loads of its row
   decode_units<Traits, false>(
-      params, smem, [] {},
-      [&] {
-        if (waiting) {
-          grid.barrier_wait(std::move(token));
-        } else {
-          __syncthreads();
-        }
-        waiting = false;
-      },
+      params, smem, [] {}, [&] { grid.barrier_wait(std::move(token)); },
       [&](const DecodeRow<Traits>& row, int index, bool, int* ids) {
         if (index != listed) slot = decode_slot(params, index);
         listed = index;
@@ -444,11 +446,11 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   OPENMSA_DYNAMIC_SMEM(smem);
   static_assert(kDecodePagesOffset + 4096 <= Traits::kPOffset);
   const auto grid = cooperative_groups::this_grid();
-  decode_clear(params);
+  decode_clear<Traits>(params);
   few_score<ScoreTraits>(score, smem);
   unsigned token = grid.barrier_arrive();
   decode_units<Traits, true>(
-      params, smem, [&] { grid.barrier_wait(std::move(token)); }, [] { __syncthreads(); },
+      params, smem, [&] { grid.barrier_wait(std::move(token)); }, [] {},
       [&](const DecodeRow<Traits>& row, int, bool first_split, int* ids) {
         const SelectToken seen{row.token, (row.visible + Traits::kBlock - 1) / Traits::kBlock, row.own_block};
         SelectRow where = select_row(choice, seen, row.group);

@@ -152,7 +152,9 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, cons
   uint4* smem_q = reinterpret_cast<uint4*>(memory);
   float* maxima = reinterpret_cast<float*>(memory + Traits::kQueryBytes);  // [2][4][kTiles * 8]
   const Sequence& sequence = place.sequence;
-  int listed = sequence.pages ? sequence.pages[begin] : 0;
+  // Pages of 32 blocks at a time, a lane each: a load of its own beside the keys would hold up all but the first of them.
+  const auto list = [&](int block) { return sequence.pages && block + lane < end ? sequence.pages[block + lane] : 0; };
+  int listed = list(begin);
   const int num_rows = sequence.seqlen_q * params.num_groups, num_tiles = (num_rows + 7) / 8;
   const T *q_base = static_cast<const T*>(params.q_idx), *k_base = static_cast<const T*>(params.k_idx);
   auto load_q = [&](int tile, int segment) {
@@ -163,9 +165,11 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, cons
                                            row % params.num_groups * params.stride_q_group + segment * 32 + c * 8);
   };
   uint4 a[kKeyTiles][2][kSegments];
-  // Of the block whose page was looked up last; the page of the one behind it is looked up while these keys are on their way.
   const auto load_keys = [&](int block) {
-    const int page = sequence.pages ? params.batch.checked_page(place.seq, block, listed) : 0;
+    const int at = (block - begin) % 32;
+    if (at == 0 && block > begin) listed = list(block);
+    const int id = __shfl_sync(0xffffffffu, listed, at),
+              page = sequence.pages ? params.batch.checked_page(place.seq, block, id) : 0;
     // Keys past the sequence's end are masked below, so any readable row does for them; a bad page reads queries instead of keys.
     const int last_key = page < 0 ? 0 : min(sequence.seqlen_k - block * kBlock, kBlock) - 1;
     const T* k = page < 0         ? q_base
@@ -180,7 +184,6 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, cons
         for (int s = 0; s < kSegments; ++s) a[m][h][s] = ptx::load_stream(key + s * 32);
       }
     }
-    if (sequence.pages && block + 1 < end) listed = sequence.pages[block + 1];
   };
   load_keys(begin);
   for (int i = warp; i < num_tiles * kSegments; i += 4) smem_q[i * 32 + lane] = load_q(i / kSegments, i % kSegments);

@@ -7,7 +7,6 @@
 
 #include "cuda/launch.hpp"
 #include "cuda/ptx/cluster.cuh"
-#include "cuda/ptx/global.cuh"
 #include "cuda/ptx/tile.cuh"
 #include "openmsa/error.hpp"
 #include "orders.hpp"
@@ -212,8 +211,8 @@ TEST_P(EmulatedCluster, ArrivalsMisused) {
         auto* barrier = reinterpret_cast<std::uint64_t*>(ptx::dynamic_smem());
         ptx::mbarrier_init(barrier, 1);
         ptx::cluster_sync();
-        if (blockIdx.x == 1) return ptx::add_release(ended, 1);
-        while (ptx::load_acquire(ended) == 0) {
+        if (blockIdx.x == 1) return (void)atomicAdd(ended, 1);
+        while (emulation::poll(ended) == 0) {
         }
         ptx::mbarrier_arrive_cluster(barrier, 1);
       },
@@ -303,12 +302,12 @@ TEST_P(EmulatedCluster, LoadsForSeveralCtasMisused) {
         ptx::mbarrier_init(full, 1);
         ptx::cluster_sync();
         if (blockIdx.x == 1) {
-          while (ptx::load_acquire(flag) == 0) {
+          while (emulation::poll(flag) == 0) {
           }
           return;
         }
         ptx::tma_load_4d_multicast(ptx::dynamic_smem(), &map, full, 2, 0, 0, 0, 0);
-        ptx::add_release(flag, 1);
+        atomicAdd(flag, 1);
         ptx::mbarrier_wait(full, 0);
       },
       numbers_map(), &loading);

@@ -302,7 +302,7 @@ void start_cta(std::uint32_t rank, Index block) {
     fiber.barrier = nullptr;
     fiber.reached = nullptr;
     fiber.registers = 0;
-    fiber.looked_at = nullptr;
+    fiber.looked_at = nullptr, fiber.looks = 0;
     fiber.wgmmas = fiber.wgmmas_awaited = 0;
     fiber.wgmma_groups.clear();
     fiber.stores.clear();

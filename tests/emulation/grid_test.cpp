@@ -51,11 +51,44 @@ TEST_P(EmulatedGrid, BarrierOfTheGridMisused) {
 }
 
 __global__ void counting_kernel(std::int32_t* counter, int counted, int* out) {
-  if (threadIdx.x < 64 && static_cast<int>(threadIdx.x) >= 64 - counted) ptx::add_release(counter, 1);
+  if (threadIdx.x < 64 && static_cast<int>(threadIdx.x) >= 64 - counted) atomicAdd(counter, 1);
   if (threadIdx.x < 64) return;
-  while (ptx::load_acquire(counter) < 64) {
+  while (emulation::poll(counter) < 64) {
   }
   out[threadIdx.x - 64] = *counter;
+}
+
+constexpr std::uint32_t kUnwritten = 0xffffffffu;
+
+// 32 threads write a pair each, the first `written` of them; a warp reads all, two at a look.
+__global__ void pairs_kernel(float2* pairs, int written, float* sums) {
+  if (threadIdx.x < 32) {
+    if (static_cast<int>(threadIdx.x) < written) ptx::store_relaxed(pairs + threadIdx.x, float2{1.f, 2.f});
+    return;
+  }
+  float sum = 0.f;
+  for (int i = 0; i < 32; i += 2) {
+    float2 x[2];
+    bool there;
+    do {
+      there = ptx::load_written(pairs + i, kUnwritten, x[0]);
+      there &= ptx::load_written(pairs + i + 1, kUnwritten, x[1]);
+    } while (!there);
+    sum += x[0].x + x[0].y + x[1].x + x[1].y;
+  }
+  sums[threadIdx.x - 32] = sum;
+}
+
+TEST_P(EmulatedGrid, WaitsForWordsThatAreTheirOwnFlags) {
+  const auto run = [](int written, std::vector<float>& sums) {
+    std::vector<std::uint32_t> words(64, kUnwritten);
+    return failure_of(pairs_kernel, 1, 64, Order::kAfter, reinterpret_cast<float2*>(words.data()), written, sums.data());
+  };
+  std::vector<float> sums(32, 0.f);
+  EXPECT_EQ(run(32, sums), "no failure");
+  EXPECT_EQ(sums, std::vector<float>(32, 96.f));
+  const std::string text = run(30, sums);  // both of the last look are missing
+  EXPECT_NE(text.find("threads 32 to 63: looks at memory that stays 0xffffffff"), std::string::npos) << text;
 }
 
 TEST_P(EmulatedGrid, WaitsForMemory) {

@@ -57,7 +57,7 @@ std::int32_t poll(const std::int32_t* word) {
   constexpr std::uint32_t kMostLooks = 256;
   Fiber& fiber = *engine.current;
   to_scheduler(fiber);
-  fiber.looks = fiber.looked_at == word && fiber.looked_value == *word ? fiber.looks + 1 : 0;
+  fiber.looks = fiber.looked_at == word && fiber.looked_value != *word ? 0 : fiber.looks + 1;  // at one word or at several in turn
   fiber.looked_at = word;
   fiber.looked_value = *word;
   if (fiber.looks > kMostLooks)
