@@ -32,8 +32,8 @@ void launch_dense(DenseMode mode, const core::DenseAttentionParams& params, cons
       with_size<64, 128>(config.block_size, [&](auto block) {
         with_size<0, 1, 2>(static_cast<int>(mode), [&](auto which) {
           using Traits = DenseTraits<decltype(element), dim.value, block.value, static_cast<DenseMode>(which.value)>;
-          launch(sm90_dense_kernel<Traits>, dim3(num_ctas), Traits::kThreads, Traits::kSmemBytes, params.context.stream,
-                 Order::kAfter, map_q, map_k, map_v, device);
+          launch_clusters(sm90_dense_kernel<Traits>, cluster, dim3(num_ctas), Traits::kThreads, Traits::kSmemBytes,
+                          params.context.stream, Order::kAfter, map_q, map_k, map_v, device);
         });
       });
     });

@@ -79,7 +79,7 @@ __device__ __forceinline__ DenseWork dense_work(const DenseParams& params, int i
 }
 
 template <typename Traits>
-__global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_dense_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                       const __grid_constant__ CUtensorMap map_v, const __grid_constant__ DenseParams params) {
   using T = typename Traits::T;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "calls.hpp"
-#include "cuda/sm90_dense.cuh"
+#include "cuda/dense_params.hpp"
 #include "openmsa/error.hpp"
 #include "orders.hpp"
 #include "support/cases.hpp"
@@ -19,8 +19,9 @@ namespace {
 using cuda::DenseMode;
 
 Attention run(const Problem& problem, DenseMode mode, bool with_lse = true) {
+  emulation::largest_cluster = 0;
   const Attention result = emulated_dense_attention(problem, mode == DenseMode::kBlockMax, with_lse);
-  EXPECT_EQ(cuda::last_dense_mode, mode);
+  EXPECT_EQ(emulation::largest_cluster, static_cast<unsigned>(cuda::dense_cluster(mode)));
   return result;
 }
 

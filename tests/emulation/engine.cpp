@@ -21,6 +21,7 @@
 
 namespace openmsa::emulation {
 
+unsigned largest_cluster = 0;
 Position position;
 
 Options& options() {
@@ -414,6 +415,7 @@ void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_byte
     grid = position.grid_dim = {1, 1, 1};
   }
   engine.num_ctas = static_cast<int>(cluster);
+  largest_cluster = std::max(largest_cluster, cluster);
   engine.num_threads = static_cast<int>(threads);
   engine.smem_bytes = smem_bytes;
   engine.static_pieces.clear();
@@ -428,8 +430,6 @@ void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_byte
     }
   }
 }
-
-unsigned last_cluster() { return static_cast<unsigned>(engine.num_ctas); }
 
 void set_registers(int count) { engine.current->registers = count; }
 

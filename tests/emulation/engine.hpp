@@ -50,7 +50,7 @@ inline constexpr std::size_t kMaxSmemBytes = std::size_t{227} << 10;  // of a CT
 // each other (a cooperative launch). `cluster`: CTAs of a cluster, neighbours in x.
 void run_grid(const void* kernel, Index grid, Index block, std::size_t smem_bytes, const std::function<void()>& body,
               bool together = false, unsigned cluster = 1);
-unsigned last_cluster();  // CTAs of a cluster of the last grid
+extern unsigned largest_cluster;  // CTAs of one, in any grid since a test set this to 0
 
 // ---- inside a kernel ----
 
