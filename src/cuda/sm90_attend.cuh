@@ -13,6 +13,8 @@
 // Empty       an item of count 0 is never listed; rows of absent tokens compute on stale Q and store nothing.
 #pragma once
 
+#include <cfloat>
+
 #include "cuda/items.hpp"
 #include "cuda/params.hpp"
 #include "cuda/ptx/convert.cuh"
@@ -30,7 +32,7 @@ struct AttendParams {
   const std::int32_t* num_items;       // [1]
   std::int32_t* next_item;             // [1], zero at launch
   const std::uint32_t* entries;        // [chunk tokens * Hkv * k], grouped by (group, block)
-  float* partial_lse;                  // [chunk tokens, Hkv, k, Gp]
+  float* partial_lse;                  // [chunk tokens, Hkv, k, Gp]; -FLT_MAX: all scores -inf
   std::int32_t chunk_begin;            // first packed token of the chunk
   std::int32_t num_groups;             // Hkv
   std::int32_t top_k;                  // k
@@ -330,8 +332,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       for (int r = 0; r < 2; ++r) {
         if (quad == 0 && entry[r] != kNoToken) {
           const int head = (lane / 4 + 8 * r) & ((1 << params.log_group) - 1);
+          // Scores that are all -inf give a partial of no weight, which is one all the same: its values may be NaN.
           params.partial_lse[partial_row(entry[r]) + head] =
-              (offset[r] + log2_approx(row_sum[r])) * 0.6931471805599453f;  // log2 0 = -inf
+              row_sum[r] == 0.f ? -FLT_MAX : (offset[r] + log2_approx(row_sum[r])) * 0.6931471805599453f;
         }
       }
     }

@@ -12,7 +12,8 @@
 // Work        a persistent CTA takes tiles in turn; the loads of the next run under the last products and stores of this one.
 // Barriers    q_full 1, k_full[s], v_full[s] 1 (TMA); q_empty 8; k_empty[s], v_empty[s] 8 a CTA (a warp each); named 1, 2: clear_tail
 // Registers   producer 56, consumers 224: S 64, O 64, P 32
-// Empty       rows that see no key keep sum 0: out = 0, lse = -inf. A tile without any key still stores.
+// Empty       rows that see no key keep sum 0: out = 0, lse = -inf; softmax_sum() tells them from rows of nothing but -inf. A tile
+//             without any key still stores.
 #pragma once
 
 #include "cuda/dense_params.hpp"
@@ -22,6 +23,7 @@
 #include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/softmax_sum.cuh"
 #include "cuda/store_row.cuh"
 
 namespace openmsa::cuda {
@@ -217,9 +219,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         ptx::wgmma_commit();
       };
       auto tile_at = [&](std::uint32_t base, int s) { return ptx::warp_uniform(base + s * Traits::kTileBytes); };
+      // A block's maximum keeps NaN; the softmax needs no more than a maximum of numbers, and a row with a NaN is NaN by its sum.
+      auto larger = [](float a, float b) { return Traits::kBlockMax ? ptx::max_nan(a, b) : fmaxf(a, b); };
       auto row_maximum = [&](float x) {
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-        return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+        x = larger(x, __shfl_xor_sync(0xffffffffu, x, 1));
+        return larger(x, __shfl_xor_sync(0xffffffffu, x, 2));
       };
       auto block_of = [&](int step) { return num_steps - 1 - step; };
       float top[2];  // this thread's largest score of the step, a row
@@ -242,10 +246,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #pragma unroll
         for (int j = 1; j < kBlock / 8; ++j) {
 #pragma unroll
-          for (int c = 0; c < 4; ++c) chain[c] = fmaxf(chain[c], scores[4 * j + c]);
+          for (int c = 0; c < 4; ++c) chain[c] = larger(chain[c], scores[4 * j + c]);
         }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) top[r] = fmaxf(chain[2 * r], chain[2 * r + 1]);
+        for (int r = 0; r < 2; ++r) top[r] = larger(chain[2 * r], chain[2 * r + 1]);
         if constexpr (Traits::kBlockMax) {
           const DenseWork work = dense_work<Traits>(params, work_of(i));
 #pragma unroll
@@ -351,8 +355,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       for (int r = 0; r < 2; ++r) {
         row_sum[r] += __shfl_xor_sync(0xffffffffu, row_sum[r], 1);
         row_sum[r] += __shfl_xor_sync(0xffffffffu, row_sum[r], 2);
-        const float inverse = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
         const int row = row0 + 8 * r, token = row >> params.log_group, row_head = row & ((1 << params.log_group) - 1);
+        row_sum[r] = softmax_sum(row_sum[r], work.sequence.num_visible(work.first_position + token) > 0);
+        const float inverse = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
         const int head = work.group * params.group_size + row_head;
         const bool live = token < work.num_tokens && row_head < params.group_size;
         if (live && quad == 0 && params.lse) {

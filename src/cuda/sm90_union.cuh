@@ -14,7 +14,7 @@
 // Registers   producers 32, consumers 160: O 64, S 64, which P's 32 replace
 // Output      out and lse of the tokens that it serves. The partials of those with slots elsewhere are added at a tile's end: sm90_attend
 //             ran before, its last CTAs under the first tiles here (programmatic dependent launch).
-// Empty       rows that see no key keep sum 0: out = 0, lse = -inf.
+// Empty       a token that is served sees keys, so a sum of 0 is that of scores that are all -inf: out and lse are NaN.
 #pragma once
 
 #include "cuda/ptx/convert.cuh"
@@ -23,6 +23,7 @@
 #include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/softmax_sum.cuh"
 #include "cuda/store_row.cuh"
 #include "cuda/union_params.hpp"
 
@@ -418,14 +419,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float inverse = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
+      row_sum[r] = softmax_sum(row_sum[r], true);
+      const float inverse = 1.f / row_sum[r];
       const int row_head = lane / 4 + 8 * r, head = group * params.group_size + row_head;
       T* target = nullptr;
       if (row_head < params.group_size) {
         target = static_cast<T*>(params.out) + std::int64_t{token} * params.stride_out_token + head * params.stride_out_head;
         if (quad == 0 && params.lse) {
-          params.lse[std::int64_t{token} * params.stride_lse_token + head] =
-              row_sum[r] == 0.f ? -INFINITY : (row_max[r] + log2f(row_sum[r])) * 0.6931471805599453f;
+          params.lse[std::int64_t{token} * params.stride_lse_token + head] = (row_max[r] + log2f(row_sum[r])) * 0.6931471805599453f;
         }
       }
       store_row<T, Traits::kHeadDim>(target, out, r, inverse, quad);

@@ -2,7 +2,8 @@
 //
 // Roles   16 lanes a row, each 16 bytes of d_out and out; their sums meet by shuffles in one fixed order.
 // Bytes   4 * D read a row, or none of it where only the lse is wanted: bound by memory
-// Empty   see RowsParams: rows that give no probability get lse +inf and delta 0, whatever d_out and out hold there.
+// Empty   see RowsParams: rows that give no probability get lse +inf and delta 0, whatever d_out and out hold there. A row of lse NaN
+//         gives NaN to the keys that it sees; its delta is 0 as well, since NaN would reach those of a block that it does not see.
 #pragma once
 
 #include "cuda/ptx/convert.cuh"
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kRowsThreads) smxx_backward_rows_kernel(const 
 
   float lse = -INFINITY, delta = 0.f;
   if (token < params.chunk_tokens && head < params.group_size) lse = params.lse[packed * params.stride_lse_token + q_head];
-  if (params.d_out && lse != -INFINITY && lane < kDim / 8) {
+  if (params.d_out && lse > -INFINITY && lane < kDim / 8) {
     const uint4 out = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.out) + packed * params.stride_out_token +
                                                       q_head * params.stride_out_head + lane * 8);
     const uint4 d_out = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.d_out) + packed * params.stride_d_out_token +

@@ -4,8 +4,11 @@
 // Bytes   (k * Gp * D * 2) read and G * D * 2 written a (token, group): bound by memory.
 // Tokens  those that the union did not serve, from a list, so that the others cost nothing; each CTA takes two after two from a
 //         counter, as memory serves some multiprocessors faster.
-// Empty   lists without a live slot give out = 0, lse = -inf.
+// Empty   lists without a live slot give out = 0, lse = -inf; where there are slots, and none has any weight, both are NaN.
 #pragma once
+
+#include <cfloat>
+#include <cmath>
 
 #include "cuda/lists.hpp"
 #include "cuda/params.hpp"
@@ -17,7 +20,7 @@ inline constexpr int kCombineThreads = 256, kCombineTurns = 2;
 
 struct CombineParams {
   const void* partial;        // [chunk tokens, Hkv, k, Gp, D]
-  const float* partial_lse;   // [chunk tokens, Hkv, k, Gp]
+  const float* partial_lse;   // [chunk tokens, Hkv, k, Gp]; -FLT_MAX: all scores -inf
   const std::int32_t* ranks;  // [chunk tokens, Hkv, k]; -1: no partial in this slot
   const std::int32_t* rest;   // [num_rest] token of the chunk * Hkv + group; null: all of them
   const std::int32_t* num_rest;
@@ -50,7 +53,8 @@ __device__ __forceinline__ void combine_part(const CombineParams& params, int pa
                        : -INFINITY;
     best = fmaxf(best, weight[slot]);
   }
-  const float offset = best == -INFINITY ? 0.f : best;
+  // 0 without partials. If all scores of all of them were -inf NaN, and so is all that comes of it.
+  const float offset = best > -FLT_MAX ? best : best == -FLT_MAX ? NAN : 0.f;
   float acc[8] = {}, sum = 0.f;
 #pragma unroll
   for (int base = 0; base < kMaxTopK; base += kBatch) {

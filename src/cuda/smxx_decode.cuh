@@ -17,11 +17,13 @@
 // Shared    K and V 64 KB; P 4.3 KB, maxima and sums 2 KB, the row's queries 4 KB, ids and pages. The scratch of score and of select
 //           lies over it.
 // Registers at most 128 (512 threads).
-// Empty     rows without a visible key give out = 0, lse = -inf; CTAs without work take part in the barrier only.
+// Empty     rows without a visible key give out = 0, lse = -inf; CTAs without work take part in the barrier only. The maximum of a unit
+//           with keys starts at -FLT_MAX, that of one without is -inf: where all scores are -inf, it tells that there were any.
 #pragma once
 
 #include <cooperative_groups.h>
 
+#include <cfloat>
 #include <utility>
 
 #include "cuda/ptx/convert.cuh"
@@ -29,6 +31,7 @@
 #include "cuda/ptx/tile.cuh"
 #include "cuda/smxx_score_few.cuh"
 #include "cuda/smxx_select_few.cuh"
+#include "cuda/softmax_sum.cuh"
 
 namespace openmsa::cuda {
 
@@ -47,7 +50,7 @@ struct DecodeParams {
   float* lse;  // [T, Hq] or null
   std::int64_t stride_lse_token;
   float* partial;                        // [units, 16, D], none if num_splits is 1
-  float2* partial_stats;                 // [units, 16]: max (in log2 units), sum
+  float2* partial_stats;                 // [units, 16]: max (in log2 units; see Empty), sum
   std::int32_t token_begin, num_tokens;  // packed query tokens of this launch; rows count from its first
   std::int32_t num_groups, group_size, top_k;
   std::int32_t num_splits;  // units a row, at most top_k
@@ -220,13 +223,12 @@ __device__ __forceinline__ void decode_attend(const DecodeParams& params, const 
         top = fmaxf(top, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
       }
       top = fmaxf(acc.top[h], top * params.scale_log2);
-      const float offset = top == -INFINITY ? 0.f : top;
-      correction[h] = exp2_approx(acc.top[h] - offset);  // 0 from -inf
+      correction[h] = exp2_approx(acc.top[h] - top);  // 0 from -FLT_MAX
       acc.top[h] = top;
       acc.sum[h] *= correction[h];
       if (warp < Traits::kKeyWarps) {
-        const float p0 = exp2_approx(fmaf(s[2 * h], params.scale_log2, -offset));
-        const float p1 = exp2_approx(fmaf(s[2 * h + 1], params.scale_log2, -offset));
+        const float p0 = exp2_approx(fmaf(s[2 * h], params.scale_log2, -top));
+        const float p1 = exp2_approx(fmaf(s[2 * h + 1], params.scale_log2, -top));
         acc.sum[h] += p0 + p1;
         *reinterpret_cast<std::uint32_t*>(smem_p + (r + 8 * h) * Traits::kPRow + warp * 8 + c * 2) = pack2<T>(p0, p1);
       }
@@ -300,7 +302,7 @@ __device__ __forceinline__ void decode_merge(const DecodeParams& params, int uni
   const std::int64_t first_row = std::int64_t{index} * count * 16 + head;
   const float* partial = params.partial + first_row * kHeadDim + dim;
   float2 stats = {-INFINITY, 0.f};
-  float offset = 0.f, weight = 0.f, sum = 0.f;
+  float top = -INFINITY, offset = 0.f, weight = 0.f, sum = 0.f;
   float2 acc = {0.f, 0.f};
   for (int i0 = 0; i0 < count; i0 += 16) {
     float2 x[16];
@@ -317,7 +319,7 @@ __device__ __forceinline__ void decode_merge(const DecodeParams& params, int uni
       }
     } while (__any_sync(0xffffffffu, !written));
     if (i0 == 0) {
-      float top = stats.x;
+      top = stats.x;
 #pragma unroll
       for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
       offset = top == -INFINITY ? 0.f : top;
@@ -331,6 +333,7 @@ __device__ __forceinline__ void decode_merge(const DecodeParams& params, int uni
     }
   }
   const int token = params.token_begin + index / params.num_groups, group = index % params.num_groups;
+  sum = softmax_sum(sum, top != -INFINITY);
   const float inverse = sum == 0.f ? 0.f : 1.f / sum;
   if (dim < kHeadDim) decode_write<Traits>(params, token, group, head, dim, acc.x * inverse, acc.y * inverse);
   if (part == 0 && lane == 0) decode_write_lse(params, token, group, head, offset, sum);
@@ -377,9 +380,10 @@ __device__ __forceinline__ void decode_units(const DecodeParams& params, unsigne
     }
     cached = 0;  // K comes to lie over it
     __syncthreads();
-    DecodeAcc acc{{}, {-INFINITY, -INFINITY}, {}};
     int stop = begin;
     while (stop < end && ids[stop] >= 0) ++stop;  // a hole in a list is a reported fault; what follows it in the unit is left out
+    const float lowest = begin < stop ? -FLT_MAX : -INFINITY;
+    DecodeAcc acc{{}, {lowest, lowest}, {}};
     if (begin < stop) decode_attend<Traits>(params, row, ids, places, begin, stop, smem, acc);
 
 #pragma unroll
@@ -401,6 +405,7 @@ __device__ __forceinline__ void decode_units(const DecodeParams& params, unsigne
     for (int h = 0; h < 2; ++h) {
       const int head = r + 8 * h;
       if (splits == 1) {
+        sum[h] = softmax_sum(sum[h], begin < stop);
         const float inverse = sum[h] == 0.f ? 0.f : 1.f / sum[h];
         if (warp < Traits::kDimWarps)
           decode_write<Traits>(params, row.token, row.group, head, dim, acc.o[2 * h] * inverse, acc.o[2 * h + 1] * inverse);

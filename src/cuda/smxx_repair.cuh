@@ -15,6 +15,7 @@
 #include "cuda/params.hpp"
 #include "cuda/ptx/convert.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/softmax_sum.cuh"
 
 namespace openmsa::cuda {
 
@@ -124,11 +125,13 @@ __device__ void repair_row(const RepairParams& params, RepairShared<T>& smem, in
   const std::int32_t* ids =
       params.block_ids ? params.block_ids + std::int64_t{token} * params.stride_id_token + group * params.stride_id_group : nullptr;
   const int num_blocks = (visible + batch.block_size - 1) / batch.block_size;
+  bool sees_key = false;
   for (int slot = (ids ? params.top_k : num_blocks) - 1; slot >= 0; --slot) {
     const int block = ids ? ids[slot] : slot;
     if (block < 0 || block >= num_blocks) continue;
     const int page = page_of(block);
     if (page < 0) continue;
+    sees_key = true;
     const std::int64_t row = sequence.pages ? 0 : sequence.key_begin + std::int64_t{block} * batch.block_size;
     const T* k = keys + page * params.stride_k_page + row * params.stride_k_token;
     const T* v = values + page * params.stride_v_page + row * params.stride_v_token;
@@ -194,7 +197,7 @@ __device__ void repair_row(const RepairParams& params, RepairShared<T>& smem, in
   }
   __syncthreads();
   if (live) {
-    const float sum = smem.sum[head], inverse = sum == 0.f ? 0.f : 1.f / sum;
+    const float sum = softmax_sum(smem.sum[head], sees_key), inverse = sum == 0.f ? 0.f : 1.f / sum;
     *reinterpret_cast<uint4*>(out) =
         uint4{pack2<T>(acc[0] * inverse, acc[1] * inverse), pack2<T>(acc[2] * inverse, acc[3] * inverse),
               pack2<T>(acc[4] * inverse, acc[5] * inverse), pack2<T>(acc[6] * inverse, acc[7] * inverse)};

@@ -141,6 +141,23 @@ TEST_P(CudaOpsAt, ValuesReachTheRowsThatSeeThem) {
   const DecodeStep step = gpu_msa_decode(device);
   EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_decode";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, false), nullptr)) << "dense";
+  EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, true), nullptr)) << "dense with block_max";
+}
+
+// NaN for rows all of whose scores are -inf, 0 for rows that see no key; blocks of -inf beside others have no weight.
+TEST_P(CudaOpsAt, RowsOfNothingButMinusInfinityAreNaN) {
+  Problem problem = problem_of(GetParam());
+  Rng rng(36);
+  inject_minus_infinities(problem, rng);
+  const DeviceProblem device(problem);
+  const Tensor block_ids = random_block_ids(problem, rng);
+  EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, block_ids), &block_ids)) << "prefill";
+  EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_decode, device, block_ids), &block_ids)) << "decode";
+  const DecodeStep step = gpu_msa_decode(device);
+  EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_decode";
+  EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, step.block_ids), &step.block_ids)) << "union";
+  EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, false), nullptr)) << "dense";
+  EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, true), nullptr)) << "dense with block_max";
 }
 
 // Whatever the index data hold, nothing outside the tensors is touched (compute-sanitizer looks) and the caller is told.

@@ -1,5 +1,6 @@
 // Gradients and the index KL loss on the GPU against the fp64 oracle, at shapes small enough for compute-sanitizer, which together
 // launch every training kernel. Larger shapes: tests/python/test_cuda_training.py.
+#include <limits>
 
 #include "cuda/device.hpp"
 #include "device_run.hpp"
@@ -39,14 +40,16 @@ std::vector<Shape> shapes() {
   };
 }
 
-class CudaTraining : public testing::TestWithParam<Shape> {
+class CudaTraining : public testing::Test {
  protected:
   void SetUp() override {
     const cuda::DeviceStatus status = cuda::device_status();
     if (!status.available) GTEST_SKIP() << status.detail;
   }
 };
-INSTANTIATE_TEST_SUITE_P(, CudaTraining, testing::ValuesIn(shapes()), [](const auto& info) { return info.param.name; });
+
+class CudaTrainingAt : public CudaTraining, public testing::WithParamInterface<Shape> {};
+INSTANTIATE_TEST_SUITE_P(, CudaTrainingAt, testing::ValuesIn(shapes()), [](const auto& info) { return info.param.name; });
 void PrintTo(const Shape& shape, std::ostream* stream) { *stream << text(shape.config) << ", " << shape.layout.text(); }
 
 // For the lists given, or every visible block.
@@ -61,9 +64,22 @@ void expect_right(const Problem& problem, const Tensor* block_ids) {
   EXPECT_TRUE(index_kl_right(problem, block_ids, forward.lse, gpu_index_kl(device, block_ids, forward.lse)));
 }
 
-TEST_P(CudaTraining, GradientsAndIndexLossAreRight) {
+TEST_P(CudaTrainingAt, GradientsAndIndexLossAreRight) {
   Rng rng(41);
   const Problem problem(GetParam().config, GetParam().layout, GetParam().dtype, rng);
+  const Tensor block_ids = random_block_ids(problem, rng);
+  expect_right(problem, &block_ids);
+  expect_right(problem, nullptr);
+}
+
+// Rows all of whose scores are -inf have gradients of NaN, as the keys that they see; keys behind them get what others give.
+TEST_F(CudaTraining, RowsOfNothingButMinusInfinity) {
+  Rng rng(43);
+  Problem problem(make_config(1, 16, 128, 128, 128, 4), packed({12, 20}, {160, 64}, {10, 44}), DType::kBF16, rng);
+  for (std::int64_t row = 0; row < problem.q.num_rows(); ++row) problem.q.set(row * 128, 1.0);
+  for (std::int64_t j = 0; j < 22; ++j) {
+    problem.k.set(problem.key_row(0, j, 0) * 128, -std::numeric_limits<double>::infinity());
+  }
   const Tensor block_ids = random_block_ids(problem, rng);
   expect_right(problem, &block_ids);
   expect_right(problem, nullptr);

@@ -1,6 +1,8 @@
 // sparse_attention's kernels, which are known to be right on an H200, under the emulator: they vouch for it.
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "calls.hpp"
 #include "orders.hpp"
 #include "support/cases.hpp"
@@ -42,6 +44,22 @@ TEST_P(EmulatedAttend, Layouts) {
   layout.q_start = {};
   layout.paged = true;
   expect_right(Problem(config, layout, DType::kBF16, rng), rng);
+}
+
+// 0/0 where all scores of a row are -inf. Where those of one block are, it has no weight, but its values count: 0 x NaN.
+TEST_P(EmulatedAttend, RowsAndBlocksOfNothingButMinusInfinity) {
+  Rng rng(5);
+  for (const std::int32_t top_k : {4, 20}) {
+    for (const bool paged : {false, true}) {
+      Layout layout = ragged({40, 12}, {300, 150}, paged);
+      layout.q_start = {260, -4};
+      Problem problem(make_config(2, 3, 64, 64, 64, top_k), layout, paged ? DType::kF16 : DType::kBF16, rng);
+      inject_minus_infinities(problem, rng);
+      expect_right(problem, rng);
+      problem.v.set(problem.key_row(0, 5, 0) * 64 + 3, std::numeric_limits<double>::quiet_NaN());
+      expect_right(problem, rng);
+    }
+  }
 }
 
 TEST_P(EmulatedAttend, InvertedListsThatBreakTheRulesAreReported) {

@@ -197,6 +197,17 @@ TEST_P(EmulatedBackward, KeysOfOthersDoNotLeak) {
   }
 }
 
+// Rows all of whose scores are -inf have gradients of NaN, as the keys that they see; keys behind them get what others give.
+TEST_P(EmulatedBackward, RowsOfNothingButMinusInfinity) {
+  Rng rng(11);
+  Layout layout = ragged({12, 20}, {90, 64});
+  layout.q_start = {10, 44};
+  Problem problem(make_config(1, 3, 64, 64, 64, 4), layout, DType::kBF16, rng);
+  for (std::int64_t row = 0; row < problem.q.num_rows(); ++row) problem.q.set(row * 64, 1.0);
+  for (std::int64_t j = 0; j < 22; ++j) problem.k.set(problem.key_row(0, j, 0) * 64, -INFINITY);
+  expect_both_right(problem, rng);
+}
+
 // How many CTAs there are, and in which order their threads come, changes no bit.
 TEST(EmulatedBackwardOrder, ChangesNothing) {
   Rng rng(9);

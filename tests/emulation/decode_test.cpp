@@ -153,6 +153,21 @@ TEST_P(EmulatedDecode, AnyLists) {
   }
 }
 
+// 0/0 where all scores of a row are -inf, in one unit or in several; the units of a row that has others as well have no weight.
+TEST_P(EmulatedDecode, RowsOfNothingButMinusInfinity) {
+  Rng rng(11);
+  for (const std::int32_t multiprocessors : kMultiprocessors) {
+    use_multiprocessors(multiprocessors);
+    Layout layout = ragged({3, 1, 4}, {400, 900, 30}, multiprocessors == 7);
+    layout.q_start = {396, 899, -2};
+    Problem problem(make_config(2, 3, 64, 64, 64, 8), layout, DType::kBF16, rng);
+    inject_minus_infinities(problem, rng);
+    expect_right(problem);
+    const Tensor block_ids = random_block_ids(problem, rng);
+    EXPECT_TRUE(attention_right(problem, emulated_sparse_decode(problem, block_ids), &block_ids));
+  }
+}
+
 std::string fault_of(const Problem& problem, const Tensor* block_ids) {
   try {
     if (block_ids != nullptr)

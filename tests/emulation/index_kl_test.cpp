@@ -184,6 +184,14 @@ TEST_P(EmulatedIndexKl, NaNOfAnotherGroupDoesNotLeak) {
   EXPECT_TRUE(std::isnan(after.loss.get(0)));
 }
 
+// Rows all of whose scores are -inf have no teacher: NaN.
+TEST_P(EmulatedIndexKl, RowsOfNothingButMinusInfinity) {
+  Rng rng(13);
+  Problem problem(make_config(2, 3, 64, 64, 64, 4), single(40, 200), DType::kBF16, rng);
+  inject_minus_infinities(problem, rng);
+  expect_both_right(problem, rng);
+}
+
 TEST_P(EmulatedIndexKl, NothingToSee) {
   Rng rng(8);
   const MsaConfig config = make_config(2, 2, 64, 64, 64, 4);

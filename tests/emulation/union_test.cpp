@@ -215,6 +215,17 @@ TEST_P(EmulatedUnion, SpecialsReachOnlyTheTokensThatChoseThem) {
   expect_every_kind_of_token();
 }
 
+// Rows all of whose scores are -inf, here, in the attend kernel's part, or in both.
+TEST_P(EmulatedUnion, RowsAndBlocksOfNothingButMinusInfinity) {
+  Rng rng(18);
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    Problem problem(make_config(1, 12, 64, 64, 64, 3), single(36, 500), dtype, rng);
+    inject_minus_infinities(problem, rng);
+    expect_right(problem, drifting_block_ids(problem, rng, 1));
+  }
+  expect_every_kind_of_token();
+}
+
 TEST_P(EmulatedUnion, ListsThatBreakTheRulesAreReported) {
   Rng rng(9);
   const Problem problem(make_config(1, 16, 64, 64, 64, 4), single(20, 900), DType::kBF16, rng);

@@ -267,6 +267,27 @@ void inject_specials(Problem& problem, Rng& rng) {
   }
 }
 
+void inject_minus_infinities(Problem& problem, Rng& rng) {
+  const std::int64_t dim = problem.config.head_dim;
+  // Positive where the other side gets its -inf: in dim 0 of the keys, in dim 1 of the queries.
+  const auto make_positive = [](Tensor& tensor, std::int64_t at) { tensor.set(at, std::abs(tensor.get(at)) + 0.125); };
+  for (std::int64_t row = 0; row < problem.q.num_rows(); ++row) make_positive(problem.q, row * dim + 1);
+  for (std::int64_t row = uniform(rng, 0, 4); row < problem.q.num_rows(); row += uniform(rng, 1, 9)) {
+    problem.q.set(row * dim, -kInfinity);
+  }
+  for (std::int32_t seq = 0; seq < problem.num_seqs(); ++seq) {
+    for (std::int32_t g = 0; g < problem.config.num_kv_heads; ++g) {
+      bool whole = false;
+      for (std::int64_t j = 0; j < problem.layout.seqlens_k[static_cast<std::size_t>(seq)]; ++j) {
+        if (j % problem.config.block_size == 0) whole = j == 0 ? seq % 2 == 0 : uniform(rng, 0, 2) == 0;
+        const std::int64_t row = problem.key_row(seq, j, g);
+        make_positive(problem.k, row * dim);
+        if (whole || uniform(rng, 0, 7) == 0) problem.k.set(row * dim + 1, -kInfinity);
+      }
+    }
+  }
+}
+
 MsaConfig make_config(std::int32_t num_kv_heads, std::int32_t group_size, std::int32_t head_dim, std::int32_t index_dim,
                       std::int32_t block_size, std::int32_t top_k, std::int32_t num_init_blocks, std::int32_t num_local_blocks) {
   MsaConfig config;

@@ -81,6 +81,10 @@ void poison_unselected(Problem& problem, const Tensor& block_ids);
 // NaN and infinities into a few elements of every input, at most one in each sequence's keys and values and in some query rows.
 void inject_specials(Problem& problem, Rng& rng);
 
+// Scores of -inf: of every key for some query rows; of some keys for every query, whole blocks among them, and always the first
+// block of every other sequence.
+void inject_minus_infinities(Problem& problem, Rng& rng);
+
 // A config with every field that matters set.
 MsaConfig make_config(std::int32_t num_kv_heads, std::int32_t group_size, std::int32_t head_dim, std::int32_t index_dim,
                       std::int32_t block_size, std::int32_t top_k, std::int32_t num_init_blocks = 0,
