@@ -75,16 +75,18 @@ int main() try {
   const std::int64_t block = config.block_size, num_pages = num_tokens / block;
   std::vector<std::int32_t> page_table(num_pages);
   std::iota(page_table.rbegin(), page_table.rend(), 0);
+  std::vector<std::int64_t> slots(num_tokens);
+  for (std::int64_t token = 0; token < num_tokens; ++token) slots[token] = page_table[token / block] * block + token % block;
   std::vector<float> k_pages(k.size()), v_pages(v.size()), k_idx_pages(k_idx.size());
-  for (std::int64_t token = 0; token < num_tokens; ++token) {
-    const std::int64_t page = page_table[token / block], slot = token % block;
-    for (std::int64_t head = 0; head < hkv; ++head) {
-      const std::int64_t to = ((page * hkv + head) * block + slot) * d;
-      std::copy_n(&k[(token * hkv + head) * d], d, &k_pages[to]);
-      std::copy_n(&v[(token * hkv + head) * d], d, &v_pages[to]);
-    }
-    std::copy_n(&k_idx[token * di], di, &k_idx_pages[(page * block + slot) * di]);
-  }
+  openmsa::write_pages({
+      .k = attend.k,
+      .v = attend.v,
+      .k_idx = select.k_idx,
+      .slots = make_view(slots.data(), {num_tokens}),
+      .k_pages = make_view(k_pages.data(), {num_pages, hkv, block, d}),
+      .v_pages = make_view(v_pages.data(), {num_pages, hkv, block, d}),
+      .k_idx_pages = make_view(k_idx_pages.data(), {num_pages, block, di}),
+  });
   const std::int32_t cu_one_query[2] = {0, 1};
   const std::int32_t seqlen_k[1] = {static_cast<std::int32_t>(num_tokens)};
   const openmsa::Batch step{

@@ -3,6 +3,7 @@
 
 #include "openmsa/attention.hpp"
 #include "openmsa/batch.hpp"
+#include "openmsa/cache.hpp"
 #include "openmsa/config.hpp"
 #include "openmsa/cuda.hpp"
 #include "openmsa/error.hpp"

@@ -16,12 +16,14 @@ enum class DType : std::uint8_t {
   kBF16,
   kF16,
   kI32,
+  kI64,  // slots of a paged cache alone
 };
 
 // Bytes per element.
 constexpr std::int64_t dtype_bytes(DType dtype) {
   switch (dtype) {
-    case DType::kF64: return 8;
+    case DType::kF64:
+    case DType::kI64: return 8;
     case DType::kF32:
     case DType::kI32: return 4;
     case DType::kBF16:
@@ -30,7 +32,7 @@ constexpr std::int64_t dtype_bytes(DType dtype) {
   return 0;
 }
 
-// "float64", "float32", "bfloat16", "float16", "int32": the words PyTorch and NumPy use.
+// "float64", "float32", "bfloat16", "float16", "int32", "int64": the words PyTorch and NumPy use.
 const char* dtype_name(DType dtype);
 
 enum class DeviceType : std::uint8_t { kCpu, kCuda };
@@ -75,6 +77,8 @@ template <>
 inline constexpr DType kDTypeOf<Float16> = DType::kF16;
 template <>
 inline constexpr DType kDTypeOf<std::int32_t> = DType::kI32;
+template <>
+inline constexpr DType kDTypeOf<std::int64_t> = DType::kI64;
 
 // Same, the dtype taken from the pointer: make_view(q.data(), {T, Hq, D}).
 template <typename T>

@@ -48,7 +48,7 @@ struct RunOptions {
   Backend backend = Backend::kAuto;
   std::int32_t num_threads = 0;    // CPU threads; 0: one per processor this process may use. Results do not depend on it
   void* cuda_stream = nullptr;     // cudaStream_t; null: the default stream
-  bool trust_indices = false;      // skip the check of block_ids' and page_table's contents. A wrong id is then undefined behaviour
+  bool trust_indices = false;      // skip the check of block_ids, page_table and slots. A wrong id is then undefined behaviour
   Workspace* workspace = nullptr;  // null on the CPU: the call allocates what it needs and frees it
 };
 

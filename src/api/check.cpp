@@ -14,11 +14,11 @@ namespace {
 // More threads than any machine has would only turn a typo into thousands of idle threads and their scratch.
 constexpr std::int32_t kMaxThreads = 1024;
 
-bool is_known(DType dtype) { return static_cast<std::uint8_t>(dtype) <= static_cast<std::uint8_t>(DType::kI32); }
+bool is_known(DType dtype) { return static_cast<std::uint8_t>(dtype) <= static_cast<std::uint8_t>(DType::kI64); }
 
 std::string dtype_list(std::uint32_t dtypes) {
   std::string text;
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32}) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32, DType::kI64}) {
     if ((dtypes & core::dtype_bit(dtype)) == 0) continue;
     if (!text.empty()) text += ", ";
     text += dtype_name(dtype);
@@ -117,30 +117,39 @@ Extent extent_of(const TensorView& view) {
   return {begin, begin + static_cast<std::uintptr_t>(elements * dtype_bytes(view.dtype))};
 }
 
-// Interleaved slices of one buffer (out = buffer[..., :D], q = buffer[..., D:]) share a range of addresses but no element: both repeat
-// with a common period, inside which their rows do not meet.
-bool rows_interleave(const TensorView& a, const TensorView& b) {
+// Interleaved slices of one buffer share a range of addresses but no element: both repeat with a common period, inside which their
+// pieces do not meet. A piece is what the axes from `outer` on span: a row (out = buffer[..., :D], q = buffer[..., D:]), or a page
+// (k_pages = buffer[:, 0], v_pages = buffer[:, 1]).
+bool pieces_interleave(const TensorView& a, const TensorView& b, int outer) {
   std::int64_t period = 0;
-  for (const TensorView* view : {&a, &b}) {
-    for (int i = 0; i + 1 < view->rank; ++i) {
-      if (view->shape[i] > 1) period = std::gcd(period, view->stride[i] * dtype_bytes(view->dtype));
+  const auto piece_bytes = [&period, outer](const TensorView& view) {
+    std::int64_t last = 0;
+    for (int i = 0; i < view.rank; ++i) {
+      if (i < std::min(outer, view.rank - 1)) {
+        if (view.shape[i] > 1) period = std::gcd(period, view.stride[i] * dtype_bytes(view.dtype));
+      } else {
+        last += (view.shape[i] - 1) * view.stride[i];
+      }
     }
-  }
+    return (last + 1) * dtype_bytes(view.dtype);
+  };
+  const std::int64_t piece_a = piece_bytes(a), piece_b = piece_bytes(b);
   if (period == 0) return false;
-  const std::int64_t row_a = a.shape[a.rank - 1] * dtype_bytes(a.dtype);
-  const std::int64_t row_b = b.shape[b.rank - 1] * dtype_bytes(b.dtype);
   const auto start_a = reinterpret_cast<std::uintptr_t>(a.data), start_b = reinterpret_cast<std::uintptr_t>(b.data);
   const std::uintptr_t unsigned_period = static_cast<std::uintptr_t>(period);
-  // Offset of b's row after a's row inside one period; b must begin after a ends and end before a begins again.
+  // Offset of b's piece after a's inside one period; b must begin after a ends and end before a begins again.
   const auto offset =
       static_cast<std::int64_t>((start_b % unsigned_period + unsigned_period - start_a % unsigned_period) % unsigned_period);
-  return offset >= row_a && offset + row_b <= period;
+  return offset >= piece_a && offset + piece_b <= period;
 }
 
 bool share_memory(const TensorView& a, const TensorView& b) {
   const Extent ea = extent_of(a), eb = extent_of(b);
   if (ea.begin >= eb.end || eb.begin >= ea.end) return false;
-  return !rows_interleave(a, b);
+  for (int outer = 1; outer < kMaxRank; ++outer) {
+    if (pieces_interleave(a, b, outer)) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -272,7 +281,7 @@ void check_gpu_alignment(const char* name, const TensorView& view) {
 
 }  // namespace
 
-Backend Checker::device() const {
+Backend Checker::device(bool any_alignment) const {
   const Entry& first = entries_.front();
   for (const Entry& entry : entries_) {
     if (same_device(entry.view.device, first.view.device)) continue;
@@ -294,7 +303,9 @@ Backend Checker::device() const {
                  ". Move the tensors to the CPU and use backend auto or cpu.",
              ErrorCode::kDevice);
     }
-    for (const Entry& entry : entries_) check_gpu_alignment(entry.name, entry.view);
+    for (const Entry& entry : entries_) {
+      if (!any_alignment) check_gpu_alignment(entry.name, entry.view);
+    }
     return Backend::kCuda;
   }
   if (type != DeviceType::kCpu) {

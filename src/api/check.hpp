@@ -64,7 +64,8 @@ class Checker {
                              Role role);
 
   // One device for all, and one that the backend serves. Returns the backend to use. Nothing may be read from memory before this.
-  Backend device() const;
+  // `any_alignment`: the stage's GPU kernels do without the 16-byte pieces that the others read rows in.
+  Backend device(bool any_alignment = false) const;
   // No output shares memory with another tensor or with the workspace.
   void overlap() const;
 

@@ -60,7 +60,9 @@ struct Call {
 
 template <typename Params>
 std::int32_t device_of(const Params& params) {
-  if constexpr (requires { params.q; }) {
+  if constexpr (requires { params.k_pages; }) {
+    return params.k_pages.device.index;
+  } else if constexpr (requires { params.q; }) {
     return params.q.device.index;
   } else if constexpr (requires { params.q_idx; }) {
     return params.q_idx.device.index;
@@ -75,7 +77,11 @@ template <typename Params>
 bool nothing_to_do(const Params& params) {
   constexpr bool kIsBackward = requires { params.d_k; };
   constexpr bool kIsIndexKl = requires { params.d_k_idx; };
-  return !kIsBackward && !kIsIndexKl && params.geo.total_q == 0;
+  if constexpr (requires { params.geo; }) {
+    return !kIsBackward && !kIsIndexKl && params.geo.total_q == 0;
+  } else {
+    return params.slots.shape[0] == 0;
+  }
 }
 
 template <typename Params>

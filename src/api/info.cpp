@@ -42,6 +42,7 @@ std::vector<KernelInfo> list_kernels() {
   append_rows(rows, "sparse_attention_backward", core::kernels<core::AttentionBackwardParams>());
   append_rows(rows, "dense_attention_backward", core::dense_backward_kernels());
   append_rows(rows, "index_kl_loss", core::kernels<core::IndexKlParams>());
+  append_rows(rows, "write_pages", core::kernels<core::WritePagesParams>());
   return rows;
 }
 

@@ -109,4 +109,14 @@ struct IndexKlParams {
   Context context;
 };
 
+// Sizes fit 32 bits: tokens, slots of the pool, elements of a token's row.
+struct WritePagesParams {
+  TensorView k, v;              // [T, Hkv, D]
+  TensorView k_idx;             // [T, Di]
+  TensorView slots;             // [T] int64, checked where the host can read them
+  TensorView k_pages, v_pages;  // [num_pages, Hkv, Bk, D]
+  TensorView k_idx_pages;       // [num_pages, Bk, Di]
+  Context context;
+};
+
 }  // namespace openmsa::core

@@ -213,4 +213,16 @@ const std::vector<Kernel<IndexKlParams>>& kernels() {
   return table;
 }
 
+template <>
+const std::vector<Kernel<WritePagesParams>>& kernels() {
+  static const std::vector<Kernel<WritePagesParams>> table = {
+#if OPENMSA_HAVE_CUDA
+    {Backend::kCuda, "smxx_write_pages", Limits{}, cuda::write_pages, nullptr},
+#endif
+    {Backend::kCpu, "cpu_write_pages", kOracleLimits, cpu::write_pages, nullptr},
+    {Backend::kReference, "reference_write_pages", kOracleLimits, reference::write_pages, nullptr},
+  };
+  return table;
+}
+
 }  // namespace openmsa::core

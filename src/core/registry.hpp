@@ -63,6 +63,8 @@ template <>
 const std::vector<Kernel<AttentionBackwardParams>>& kernels();  // of sparse_attention
 template <>
 const std::vector<Kernel<IndexKlParams>>& kernels();
+template <>
+const std::vector<Kernel<WritePagesParams>>& kernels();
 const std::vector<Kernel<SparseAttentionParams>>& decode_kernels();
 const std::vector<Kernel<AttentionBackwardParams>>& dense_backward_kernels();
 

@@ -13,6 +13,7 @@ const char* dtype_name(DType dtype) {
     case DType::kBF16: return "bfloat16";
     case DType::kF16: return "float16";
     case DType::kI32: return "int32";
+    case DType::kI64: return "int64";
   }
   return "unknown";
 }

@@ -25,6 +25,7 @@ void attention_backward(const core::AttentionBackwardParams& params);  // sparse
 void attention_backward_reserve(const core::AttentionBackwardParams& params);
 void index_kl_loss(const core::IndexKlParams& params);
 void index_kl_loss_reserve(const core::IndexKlParams& params);
+void write_pages(const core::WritePagesParams& params);
 
 // The SIMD target that run-time dispatch chose on this machine: "AVX3_DL", "AVX2", "NEON", ...
 std::string simd_target();

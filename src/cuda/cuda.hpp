@@ -25,5 +25,6 @@ void dense_attention_backward(const core::AttentionBackwardParams& params);
 void dense_attention_backward_reserve(const core::AttentionBackwardParams& params);
 void index_kl_loss(const core::IndexKlParams& params);
 void index_kl_loss_reserve(const core::IndexKlParams& params);
+void write_pages(const core::WritePagesParams& params);
 
 }  // namespace openmsa::cuda

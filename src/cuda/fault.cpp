@@ -46,6 +46,11 @@ std::string describe(const Fault& fault, const char** argument) {
       *argument = "block_ids";
       return "row " + where + " (query token * Hkv + group) slot " + first + " is " + second +
              "; a list is strictly ascending, with -1 only in its tail. Sort it.";
+    case FaultCode::kSlot:
+      *argument = "slots";
+      return "[" + first + "] is " + where + ", beyond the " + second +
+             " pages of the pool; a slot is page * block_size + place in the page, or negative for a row that is left out. Correct "
+             "it.";
     case FaultCode::kNone: break;
   }
   return "unknown fault";

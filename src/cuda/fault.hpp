@@ -15,6 +15,7 @@ enum class FaultCode : std::int32_t {
   kPageId,      // (sequence, block, page id)
   kBlockId,     // (packed query token * Hkv + group, slot, id): out of range or beyond the causal limit
   kBlockOrder,  // the same: not ascending, or after a -1
+  kSlot,        // (slot, its row, num_pages): beyond the pool
 };
 
 struct Fault {

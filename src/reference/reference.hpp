@@ -16,5 +16,6 @@ void msa_decode_reserve(const core::MsaDecodeParams& params);
 void dense_attention(const core::DenseAttentionParams& params);
 void attention_backward(const core::AttentionBackwardParams& params);  // sparse or dense
 void index_kl_loss(const core::IndexKlParams& params);
+void write_pages(const core::WritePagesParams& params);
 
 }  // namespace openmsa::reference

@@ -20,7 +20,7 @@ void widen(const void* data, std::int64_t n, double* values) {
     if constexpr (sizeof(T) == 2) {
       values[i] = static_cast<float>(static_cast<const T*>(data)[i]);
     } else {
-      values[i] = static_cast<const T*>(data)[i];
+      values[i] = static_cast<double>(static_cast<const T*>(data)[i]);
     }
   }
 }
@@ -34,6 +34,7 @@ inline void load_row(const std::byte* data, DType dtype, std::int64_t n, std::ve
     case DType::kBF16: widen<BFloat16>(data, n, values.data()); break;
     case DType::kF16: widen<Float16>(data, n, values.data()); break;
     case DType::kI32: widen<std::int32_t>(data, n, values.data()); break;
+    case DType::kI64: widen<std::int64_t>(data, n, values.data()); break;
   }
 }
 
@@ -61,6 +62,7 @@ inline void store(std::byte* data, DType dtype, std::int64_t i, double value) {
     case DType::kBF16: reinterpret_cast<BFloat16*>(data)[i] = BFloat16(round_to_odd(value)); break;
     case DType::kF16: reinterpret_cast<Float16*>(data)[i] = Float16(round_to_odd(value)); break;
     case DType::kI32: reinterpret_cast<std::int32_t*>(data)[i] = static_cast<std::int32_t>(value); break;
+    case DType::kI64: reinterpret_cast<std::int64_t*>(data)[i] = static_cast<std::int64_t>(value); break;
   }
 }
 

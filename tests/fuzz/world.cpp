@@ -28,6 +28,7 @@ double Buffer::get(std::int64_t i) const {
     case DType::kBF16: return static_cast<float>(load<BFloat16>(address));
     case DType::kF16: return static_cast<float>(load<Float16>(address));
     case DType::kI32: return load<std::int32_t>(address);
+    case DType::kI64: return static_cast<double>(load<std::int64_t>(address));
   }
   return 0;
 }
@@ -40,6 +41,7 @@ void Buffer::set(std::int64_t i, double value) {
     case DType::kBF16: return store(address, BFloat16(static_cast<float>(value)));
     case DType::kF16: return store(address, Float16(static_cast<float>(value)));
     case DType::kI32: return store(address, static_cast<std::int32_t>(value));
+    case DType::kI64: return store(address, static_cast<std::int64_t>(value));
   }
 }
 

@@ -92,7 +92,7 @@ def test_info_lists_backends_and_kernels(capsys):
     stages = {k["stage"] for k in facts["kernels"] if k["backend"] == "cpu"}
     assert stages == {
         "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
-        "sparse_attention_backward", "dense_attention_backward", "index_kl_loss",
+        "sparse_attention_backward", "dense_attention_backward", "index_kl_loss", "write_pages",
     }  # fmt: skip
     assert facts["simd_target"] and facts["threads"] >= 1
 

@@ -106,7 +106,7 @@ def test_registry_is_listed():
     assert all(row.detail for row in backends.values())
     stages = {
         "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
-        "sparse_attention_backward", "dense_attention_backward", "index_kl_loss",
+        "sparse_attention_backward", "dense_attention_backward", "index_kl_loss", "write_pages",
     }  # fmt: skip
     for backend in ("reference", "cpu"):
         assert {row.stage for row in openmsa.list_kernels() if row.backend == backend} == stages

@@ -40,6 +40,7 @@ void with_type(DType dtype, const Function& function) {
     case DType::kBF16: function(BFloat16{}); break;
     case DType::kF16: function(Float16{}); break;
     case DType::kI32: function(std::int32_t{}); break;
+    case DType::kI64: function(std::int64_t{}); break;
   }
 }
 

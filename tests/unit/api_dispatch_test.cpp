@@ -122,8 +122,9 @@ TEST(ApiInfo, ListsEveryBackendOnce) {
 
 TEST(ApiInfo, ListsAKernelOfEachStageForEachCpuBackend) {
   const std::vector<KernelInfo> kernels = list_kernels();
-  for (const char* stage : {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode",
-                            "dense_attention", "sparse_attention_backward", "dense_attention_backward", "index_kl_loss"}) {
+  for (const char* stage :
+       {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
+        "sparse_attention_backward", "dense_attention_backward", "index_kl_loss", "write_pages"}) {
     for (const Backend backend : {Backend::kReference, Backend::kCpu}) {
       EXPECT_TRUE(std::any_of(kernels.begin(), kernels.end(),
                               [&](const KernelInfo& info) {

@@ -69,6 +69,7 @@ TEST(Registry, EveryStageHasTheCpuAndTheReferenceUpToThePromisedSizes) {
   check_table(dense_backward_kernels(), {.dtype = DType::kF16, .head_dim = 256, .block_size = 256, .group_size = 97});
   check_table(kernels<IndexKlParams>(),
               {.dtype = DType::kBF16, .head_dim = 256, .index_dim = 256, .block_size = 256, .top_k = 64, .group_size = 97});
+  check_table(kernels<WritePagesParams>(), {.dtype = DType::kF32});
 }
 
 TEST(Registry, ListKernelsShowsEveryRow) {
@@ -79,8 +80,9 @@ TEST(Registry, ListKernelsShowsEveryRow) {
     EXPECT_NE(kernel.supports.find(dtype), std::string::npos) << kernel.name << ": " << kernel.supports;
     rows.insert({kernel.stage, kernel.backend});
   }
-  for (const char* stage : {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode",
-                            "dense_attention", "sparse_attention_backward", "dense_attention_backward", "index_kl_loss"}) {
+  for (const char* stage :
+       {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
+        "sparse_attention_backward", "dense_attention_backward", "index_kl_loss", "write_pages"}) {
     for (const Backend backend : {Backend::kCpu, Backend::kReference}) {
       EXPECT_TRUE(rows.count({stage, backend})) << stage << " " << backend_name(backend);
     }
