@@ -75,6 +75,10 @@ Batch batch_of(nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seql
           .max_seqlen_k = max_seqlen_k};
 }
 
+void* current_stream(const nb::module_& torch, Device device) {
+  return reinterpret_cast<void*>(nb::cast<std::uintptr_t>(torch.attr("_C").attr("_cuda_getCurrentRawStream")(device.index)));
+}
+
 // What a call on a GPU needs besides its tensors: PyTorch's current stream, and scratch from PyTorch's own memory pool, which is
 // ordered by that stream and knows about graph capture.
 class GpuCall {
@@ -84,8 +88,7 @@ class GpuCall {
     const Device device = args.batch.cu_seqlens_q.device;
     if (device.type != DeviceType::kCuda) return;
     const nb::module_ torch = nb::module_::import_("torch");
-    args.options.cuda_stream =
-        reinterpret_cast<void*>(nb::cast<std::uintptr_t>(torch.attr("_C").attr("_cuda_getCurrentRawStream")(device.index)));
+    args.options.cuda_stream = current_stream(torch, device);
     const std::size_t bytes = workspace_bytes(args);
     if (bytes == 0) return;
     memory_ = torch.attr("empty")(bytes, "dtype"_a = torch.attr("uint8"), "device"_a = torch.attr("device")("cuda", device.index));
@@ -248,6 +251,26 @@ void py_index_kl_loss(nb::handle q, nb::handle k, nb::handle lse, nb::handle q_i
   index_kl_loss(args);
 }
 
+void py_write_pages(nb::handle k, nb::handle v, nb::handle k_idx, nb::handle slots, nb::handle k_pages, nb::handle v_pages,
+                    nb::handle k_idx_pages, std::string_view backend, std::int32_t num_threads, bool trust_indices) {
+  WritePagesArgs args;
+  args.k = view_of(k, "k");
+  args.v = view_of(v, "v");
+  args.k_idx = view_of(k_idx, "k_idx");
+  args.slots = view_of(slots, "slots");
+  args.k_pages = view_of(k_pages, "k_pages");
+  args.v_pages = view_of(v_pages, "v_pages");
+  args.k_idx_pages = view_of(k_idx_pages, "k_idx_pages");
+  args.options.backend = backend_of(backend);
+  args.options.num_threads = num_threads;
+  args.options.trust_indices = trust_indices;
+  if (const Device device = args.k_pages.device; device.type == DeviceType::kCuda) {
+    args.options.cuda_stream = current_stream(nb::module_::import_("torch"), device);
+  }
+  const nb::gil_scoped_release release;
+  write_pages(args);
+}
+
 nb::list py_list_backends() {
   nb::list rows;
   for (const BackendInfo& info : list_backends()) {
@@ -362,6 +385,8 @@ NB_MODULE(_core, module) {
   module.def("index_kl_loss", &py_index_kl_loss, "q"_a, "k"_a, "lse"_a, "q_idx"_a, "k_idx"_a, "block_ids"_a.none(), "loss"_a.none(),
              "d_q_idx"_a.none(), "d_k_idx"_a.none(), "num_tokens"_a, "deterministic"_a, "index_scale"_a.none(), OPENMSA_CALL_NAMES,
              "Writes loss, d_q_idx and d_k_idx.");
+  module.def("write_pages", &py_write_pages, "k"_a, "v"_a, "k_idx"_a, "slots"_a, "k_pages"_a, "v_pages"_a, "k_idx_pages"_a,
+             "backend"_a, "num_threads"_a, "trust_indices"_a, "Writes rows of k_pages, v_pages and k_idx_pages.");
 }
 
 }  // namespace openmsa::python

@@ -49,7 +49,7 @@ nb::object call_method(nb::handle object, PyObject* name) {
 }
 
 std::optional<DType> dtype_from_name(const std::string& name) {
-  for (const DType dtype : {DType::kF64, DType::kF32, DType::kBF16, DType::kF16, DType::kI32}) {
+  for (const DType dtype : {DType::kF64, DType::kF32, DType::kBF16, DType::kF16, DType::kI32, DType::kI64}) {
     if (name == dtype_name(dtype)) return dtype;
   }
   return std::nullopt;
@@ -77,7 +77,7 @@ DType dtype_of(nb::handle object, const char* name) {
   if (!result) {
     fail(name, "has dtype " + text +
                    "; known are float32, bfloat16, float16 (float64 with the reference backend) and, for index "
-                   "data, int32, in native byte order. Convert it first.");
+                   "data, int32 (int64 for slots), in native byte order. Convert it first.");
   }
   const std::lock_guard lock(mutex);
   if (known->size() < 64 && known->emplace(dtype.ptr(), *result).second) Py_INCREF(dtype.ptr());

@@ -26,6 +26,7 @@ from .ops import (
     sparse_attention,
     sparse_attention_backward,
     sparse_decode,
+    write_pages,
 )
 
 if _TYPE_CHECKING:
@@ -38,7 +39,7 @@ __all__ = [
     "BackendInfo", "Batch", "CacheStep", "DeviceError", "Error", "InvalidArgumentError", "KernelInfo", "MsaConfig",
     "OutOfPagesError", "OutOfWorkspaceError", "PagedKvCache", "UnsupportedError", "block_scores", "compat", "dense_attention",
     "dense_attention_backward", "errors", "hf", "index_kl_loss", "index_select", "list_backends", "list_kernels", "msa_attention",
-    "nn", "select_blocks", "sparse_attention", "sparse_attention_backward", "sparse_decode", "synchronize",
+    "nn", "select_blocks", "sparse_attention", "sparse_attention_backward", "sparse_decode", "synchronize", "write_pages",
 ]  # fmt: skip
 
 _LAZY_MODULES = {"nn": "nn", "hf": "hf", "compat": "compat", "PagedKvCache": "cache", "CacheStep": "cache"}

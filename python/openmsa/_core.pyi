@@ -76,3 +76,7 @@ def index_kl_loss(
     q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
     backend: str, num_threads: int, trust_indices: bool,
 ) -> None: ...
+def write_pages(
+    k: _Array, v: _Array, k_idx: _Array, slots: _Array, k_pages: _Array, v_pages: _Array, k_idx_pages: _Array,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None: ...

@@ -13,6 +13,7 @@ from .batch import Batch
 from .config import MsaConfig
 from .errors import InvalidArgumentError, OutOfPagesError, UnsupportedError
 from .info import why_unsupported
+from .ops import write_pages
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,10 +30,8 @@ class CacheStep:
     seqs: tuple[Hashable, ...]
     batch: Batch
     """Where the step's queries stand and where their keys lie."""
-    page: torch.Tensor
-    """int64 [T]: the page of each new token."""
-    offset: torch.Tensor
-    """int64 [T]: its place in that page."""
+    slots: torch.Tensor
+    """int64 [T]: where each new token is stored: page * block_size + place in the page."""
     positions: torch.Tensor
     """int64 [T]: its position in its sequence."""
     _memory: torch.Tensor
@@ -40,8 +39,7 @@ class CacheStep:
 
     def write(self, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor, layer: int = 0) -> None:
         """Stores the step's keys and values [T, Hkv, D] and index keys [T, Di] of one layer."""
-        self.cache._check_rows(layer, self.page.shape[0], k, v, k_idx)
-        self.cache._store(layer, self.page, self.offset, k, v, k_idx)
+        self.cache.write(self.slots, k, v, k_idx, layer)
 
     def keys(self, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The layer's pages (k, v, k_idx), as the operators take them together with ``batch``."""
@@ -185,22 +183,22 @@ class PagedKvCache:
             bound = into.batch.max_seqlen_k
         self._require_pages(seqs, seqlens)
         parts = [self._grow(seq, n) for seq, n in zip(seqs, seqlens)]
-        rows = [np.concatenate([part[i] for part in parts] or [np.empty(0)]).astype(np.int64, copy=False) for i in range(3)]
+        rows = [np.concatenate([part[i] for part in parts] or [np.empty(0)]).astype(np.int64, copy=False) for i in range(2)]
         fields = self._batch_fields([self._seqs[seq] for seq in seqs], seqlens, bound)
         if into is not None:
             _upload([*rows, *fields], self.device, into._memory)
             return dataclasses.replace(into, seqs=seqs)
-        memory, (page, offset, positions, *fields) = _upload([*rows, *fields], self.device)
+        memory, (slots, positions, *fields) = _upload([*rows, *fields], self.device)
         batch = _paged_batch(fields, max(seqlens, default=0), bound)
-        return CacheStep(self, seqs, batch, page, offset, positions, memory)
+        return CacheStep(self, seqs, batch, slots, positions, memory)
 
     def _check_into(self, into: CacheStep, seqlens: list[int], longest: int) -> None:
         batch = into.batch
         if into.cache is not self:
             raise InvalidArgumentError("into is a step of another cache; pass one that this cache's extend() returned.", "into")
-        if len(seqlens) != batch.num_seqs or sum(seqlens) != into.page.shape[0] or max(seqlens, default=0) > batch.max_seqlen_q:
+        if len(seqlens) != batch.num_seqs or sum(seqlens) != into.slots.shape[0] or max(seqlens, default=0) > batch.max_seqlen_q:
             raise InvalidArgumentError(
-                f"into was made for {batch.num_seqs} sequences with {into.page.shape[0]} new tokens, at most {batch.max_seqlen_q} each; "
+                f"into was made for {batch.num_seqs} sequences with {into.slots.shape[0]} new tokens, at most {batch.max_seqlen_q} each; "
                 f"seqlens is {seqlens}. Make another step for these.",
                 "into",
             )
@@ -222,7 +220,7 @@ class PagedKvCache:
                 f"append() serves caches with one layer, this one has {self.num_layers}. Call extend(), then write() per layer.",
                 "seq",
             )
-        self._check_rows(0, k.shape[0] if k.ndim else 0, k, v, k_idx)
+        self._check_rows(k.shape[0] if k.ndim else 0, k, v, k_idx)
         self.extend([seq], [k.shape[0]]).write(k, v, k_idx)
 
     def write(
@@ -235,52 +233,18 @@ class PagedKvCache:
         *,
         trust_slots: bool = False,
     ) -> None:
-        """Stores one row per slot (page * block_size + offset). A slot of -1 marks a padding row, which is skipped.
+        """Stores one row per slot (page * block_size + place in the page): :func:`openmsa.write_pages` into this layer's pages.
 
-        :param trust_slots: skip the check of the slots, which waits for a GPU; a wrong slot is then undefined behaviour
+        A negative slot marks a padding row, which is left out. A slot beyond the pool is an error, which a GPU tells later; see there.
+
+        :param slots: int64 [T]
+        :param k: [T, Hkv, D]; v alike
+        :param k_idx: [T, Di]
+        :param trust_slots: skip the check of the slots on the CPU; a wrong one is then undefined behaviour
         """
-        if slots.dtype != torch.int64 or slots.ndim != 1:
-            raise InvalidArgumentError(f"slots is {slots.dtype} {list(slots.shape)}; it must be int64 [n].", "slots")
-        self._check_rows(layer, slots.shape[0], k, v, k_idx)
-        if slots.shape[0] == 0:
-            return
-        num_slots = self.num_pages * self.config.block_size
-        has_padding = True
-        if not trust_slots:
-            if slots.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise UnsupportedError(
-                    "slots cannot be checked while a CUDA graph is captured. Pass trust_slots=True, and check them where they are made.",
-                    "slots",
-                )
-            low, high = torch.stack(torch.aminmax(slots)).tolist()
-            if low < -1 or high >= num_slots:
-                raise InvalidArgumentError(
-                    f"slots holds {low if low < -1 else high}; a slot is -1 (skip) or 0 to {num_slots - 1}.", "slots"
-                )
-            has_padding = low < 0
-        if has_padding:
-            slots, k, v, k_idx = self._without_padding(layer, slots, k, v, k_idx)
-        self._store(layer, slots // self.config.block_size, slots % self.config.block_size, k, v, k_idx)
-
-    def _without_padding(self, layer: int, slots: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Padding rows made harmless without waiting for a GPU: they repeat the first real row, or what slot 0 holds if none is real."""
-        valid = slots >= 0
-        first = valid.int().argmax(0, keepdim=True)
-        slots = torch.where(valid, slots, slots.index_select(0, first).clamp(min=0))
-        held = (self.k[layer, 0, :, 0], self.v[layer, 0, :, 0], self.k_idx[layer, 0, 0])
-        result = []
-        for x, old in zip(rows, held):
-            per_row = (-1, *[1] * (x.ndim - 1))
-            stand_in = torch.where(valid.index_select(0, first).view(per_row), x.index_select(0, first), old)
-            result.append(torch.where(valid.view(per_row), x, stand_in))
-        return slots, *result
-
-    def _store(
-        self, layer: int, page: torch.Tensor, offset: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor
-    ) -> None:
-        self.k[layer].transpose(1, 2)[page, offset] = k
-        self.v[layer].transpose(1, 2)[page, offset] = v
-        self.k_idx[layer][page, offset] = k_idx
+        if not 0 <= layer < self.num_layers:
+            raise InvalidArgumentError(f"layer is {layer}; this cache has layers 0 to {self.num_layers - 1}.", "layer")
+        write_pages(k, v, k_idx, slots, self.k[layer], self.v[layer], self.k_idx[layer], trust_indices=trust_slots)
 
     def batch(self, seqs: Sequence[Hashable], seqlens_q: Sequence[int] | None = None) -> Batch:
         """The Batch of a step whose queries are the last ``seqlens_q[i]`` tokens of each sequence; by default one each (decode)."""
@@ -370,8 +334,8 @@ class PagedKvCache:
                 "num_pages",
             )
 
-    def _grow(self, seq: Hashable, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Allocates pages for n more tokens and returns their (page, offset, position). The pool has been checked to suffice."""
+    def _grow(self, seq: Hashable, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Allocates pages for n more tokens and returns their (slots, positions). The pool has been checked to suffice."""
         block_size = self.config.block_size
         sequence = self._seqs.setdefault(seq, _Sequence(np.empty(0, dtype=np.int32)))
         if n > 0 and (tail := self._shared_tail(sequence)) is not None:
@@ -389,7 +353,7 @@ class PagedKvCache:
             sequence.pages[i] = self._take()
         positions = np.arange(sequence.length, sequence.length + n)
         sequence.length += n
-        return sequence.pages[positions // block_size], positions % block_size, positions
+        return sequence.pages[positions // block_size].astype(np.int64) * block_size + positions % block_size, positions
 
     def _take(self) -> int:
         page = self._free.pop()
@@ -402,9 +366,8 @@ class PagedKvCache:
             if self._num_users[page] == 0:
                 self._free.append(page)
 
-    def _check_rows(self, layer: int, num_rows: int, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor) -> None:
-        if not 0 <= layer < self.num_layers:
-            raise InvalidArgumentError(f"layer is {layer}; this cache has layers 0 to {self.num_layers - 1}.", "layer")
+    def _check_rows(self, num_rows: int, k: torch.Tensor, v: torch.Tensor, k_idx: torch.Tensor) -> None:
+        """What write() would refuse, before a sequence has grown."""
         heads = (num_rows, self.config.num_kv_heads, self.config.head_dim)
         for name, tensor, shape in (("k", k, heads), ("v", v, heads), ("k_idx", k_idx, (num_rows, self.config.index_dim))):
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:

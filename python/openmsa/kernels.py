@@ -104,3 +104,10 @@ def index_kl_loss(
     gradients = (d_q_idx, d_k_idx) if with_gradients else (None, None)
     _core.index_kl_loss(q, k, lse, q_idx, k_idx, block_ids, loss, *gradients, num_tokens, deterministic, index_scale, *call)
     return loss.reshape(()), d_q_idx, d_k_idx
+
+
+def write_pages(
+    _: Empty, k: Any, v: Any, k_idx: Any, slots: Any, k_pages: Any, v_pages: Any, k_idx_pages: Any,
+    backend: str, num_threads: int, trust_indices: bool,
+) -> None:  # fmt: skip
+    _core.write_pages(k, v, k_idx, slots, k_pages, v_pages, k_idx_pages, backend, num_threads, trust_indices)

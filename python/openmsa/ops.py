@@ -7,7 +7,7 @@ Every function takes these keyword arguments:
 
 ``backend``        "auto" (the fastest for the tensors' device), "reference" (fp64, slow, the oracle) or "cpu".
 ``num_threads``    CPU threads; default ``torch.get_num_threads()``. Results do not depend on it.
-``trust_indices``  skip the check of block ids and page ids; a wrong id is then undefined behaviour.
+``trust_indices``  skip the check of block ids, page ids and slots; a wrong one is then undefined behaviour.
 
 Gradients: msa_attention, sparse_attention, sparse_decode and dense_attention are differentiable in q, k and v, index_kl_loss in
 q_idx and k_idx, over packed keys, on devices for which ``openmsa info`` lists the gradient's kernel. Nothing else carries a gradient:
@@ -321,6 +321,36 @@ def dense_attention_backward(
     family = _family(("q", "k", "v", "out", "lse", "d_out"), *tensors)
     call = _call(family, batch, config, backend, num_threads, trust_indices)
     return family.dense_attention_backward(*_detached(family, tensors), _deterministic(family, deterministic), *call)
+
+
+def write_pages(
+    k: Array, v: Array, k_idx: Array, slots: Array, k_pages: Array, v_pages: Array, k_idx_pages: Array,
+    *, backend: str = "auto", num_threads: int | None = None, trust_indices: bool = False,
+) -> None:  # fmt: skip
+    """Stores new keys, values and index keys in the pages of a cache, in place: on a GPU one launch, which waits for nothing.
+
+    ``k_pages[slots[t] // Bk, :, slots[t] % Bk] = k[t]``, v alike, and ``k_idx_pages[slots[t] // Bk, slots[t] % Bk] = k_idx[t]``.
+    No gradient passes through.
+
+    A negative slot marks a padding row, which is left out. A slot beyond the pool raises InvalidArgumentError: on the CPU before
+    anything is written; on a GPU its row is left out, and the next call or :func:`openmsa.synchronize` raises. Give a slot once: of
+    rows that share one the CPU keeps the last, a GPU any.
+
+    :param k: [T, Hkv, D], of any strides but contiguous in its last axis; v alike
+    :param k_idx: [T, Di]
+    :param slots: [T] int64: page * Bk + place in the page, or negative
+    :param k_pages: [num_pages, Hkv, Bk, D], written; v_pages alike
+    :param k_idx_pages: [num_pages, Bk, Di], written
+    """
+    pools = {"k_pages": k_pages, "v_pages": v_pages, "k_idx_pages": k_idx_pages}
+    family = _family((*pools, "k", "v", "k_idx", "slots"), *pools.values(), k, v, k_idx, slots)
+    if family is numpy_ops:
+        for name, pool in pools.items():
+            if not pool.flags.writeable:
+                raise InvalidArgumentError(f"{name} is read-only, and pages are written in place. Pass a copy.", name)
+    else:
+        k, v, k_idx = (x.detach() if x.requires_grad else x for x in (k, v, k_idx))
+    family.write_pages(k, v, k_idx, slots, *pools.values(), backend, num_threads or 0, trust_indices)
 
 
 def _detached(family: Any, tensors: tuple) -> tuple:

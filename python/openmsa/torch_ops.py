@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import _core, kernels
+from .errors import InvalidArgumentError
 
 _CALL = (
     "Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqlens_k, Tensor? page_table, Tensor? q_start, "
@@ -28,10 +29,10 @@ def _empty(like: torch.Tensor, shape: Any, dtype: str | None) -> torch.Tensor:
     return like.new_empty(shape, dtype=None if dtype is None else _DTYPES[dtype])
 
 
-def _define(name: str, tensors: str, returns: str, kernel: Callable, fake: Callable) -> Callable:
+def _define(name: str, tensors: str, returns: str, kernel: Callable, fake: Callable, call: str = _CALL) -> Callable:
     # Inputs keep the strides the caller gave: every kernel wants its last axis contiguous.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    library.define(f"{name}({tensors}, {_CALL}) -> {returns}", tags=tags)
+    library.define(f"{name}({tensors}, {call}) -> {returns}", tags=tags)
 
     def implementation(*args: Any) -> Any:
         # The last two arguments are num_threads and trust_indices; 0 threads means as many as PyTorch itself uses.
@@ -131,6 +132,30 @@ index_kl_loss = _define(
     "(Tensor loss, Tensor d_q_idx, Tensor d_k_idx)",
     kernels.index_kl_loss,
     _fake_index_kl_loss,
+)
+
+
+def _write_pages(empty: Callable, *args: Any) -> None:
+    kernels.write_pages(empty, *args)
+    for pages in args[4:7]:
+        torch.autograd.graph.increment_version(pages)  # as every operation of PyTorch that writes in place does
+
+
+def _fake_write_pages(*args: Any) -> None:
+    # One tensor without memory sends the whole call here, where nothing would be written and nothing said.
+    pages = args[6]
+    for name, x in zip(("k", "v", "k_idx", "slots", "k_pages", "v_pages"), args):
+        if x.device != pages.device:
+            raise InvalidArgumentError(f"{name} lies on {x.device}, k_idx_pages on {pages.device}; move one of them.", name)
+
+
+write_pages = _define(
+    "write_pages",
+    "Tensor k, Tensor v, Tensor k_idx, Tensor slots, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!) k_idx_pages",
+    "()",
+    _write_pages,
+    _fake_write_pages,
+    "str backend, int num_threads, bool trust_indices",
 )
 
 # Which stages have a kernel on the GPU: read once, as torch.compile cannot trace into the extension.

@@ -132,13 +132,13 @@ def test_running_out_of_pages_changes_nothing(rng):
 
 
 def test_negative_slots_are_skipped(rng):
-    """KNOWN_FAULTS 6: a slot of -1 must not write before the pool or into its last page."""
+    """KNOWN_FAULTS 6: a negative slot must not write before the pool or into its last page."""
     guard = 5.0
     cache = poisoned_cache(3)
     for pool in (cache.k, cache.v, cache.k_idx):
         pool.fill_(guard)
     k, v, k_idx = rows(3, rng)
-    cache.write(torch.tensor([5, -1, 7]), k, v, k_idx)
+    cache.write(torch.tensor([5, -2, 7]), k, v, k_idx)
     assert (
         torch.equal(cache.k[0, 0, :, 5], k[0])
         and torch.equal(cache.v[0, 0, :, 7], v[2])
@@ -180,7 +180,7 @@ def test_a_step_is_refilled_in_place(rng):
     step.write(*first)
     assert step.batch.max_seqlen_k == 5 * BLOCK and step.batch.page_table.shape == (2, 5)
     decode = cache.extend(["a", "b"], [1, 1], max_seqlen=5 * BLOCK)
-    where = [x.data_ptr() for x in (decode.page, decode.positions, decode.batch.page_table, decode.batch.seqlens_k)]
+    where = [x.data_ptr() for x in (decode.slots, decode.positions, decode.batch.page_table, decode.batch.seqlens_k)]
     other.extend(["a", "b"], [1, 1])
     cache.copy("b", "c")
     other.copy("b", "c")
@@ -189,7 +189,7 @@ def test_a_step_is_refilled_in_place(rng):
         decode = cache.extend(seqs, [1, 1], into=decode)
         fresh = other.extend(seqs, [1, 1])
         assert decode.seqs == tuple(seqs)
-        assert where == [x.data_ptr() for x in (decode.page, decode.positions, decode.batch.page_table, decode.batch.seqlens_k)]
+        assert where == [x.data_ptr() for x in (decode.slots, decode.positions, decode.batch.page_table, decode.batch.seqlens_k)]
         width = fresh.batch.page_table.shape[1]
         assert torch.equal(decode.batch.page_table[:, :width], fresh.batch.page_table)
         assert (decode.batch.page_table[:, width:] == -1).all()
@@ -238,9 +238,10 @@ def test_wrong_arguments(rng):
         (lambda: cache.append("a", k, v[:3], k_idx), r"v is torch.float32 \[3, 2, 16\]"),
         (lambda: cache.append("a", k, v, k_idx[:, :8]), r"k_idx is torch.float32 \[4, 8\]"),
         (lambda: cache.append("a", k, v, k_idx.to("meta")), "k_idx lies on meta, this cache on cpu"),
-        (lambda: cache.write(torch.tensor([48]), k[:1], v[:1], k_idx[:1]), "slots holds 48.*0 to 47"),
-        (lambda: cache.write(torch.tensor([-2]), k[:1], v[:1], k_idx[:1]), "slots holds -2"),
-        (lambda: cache.write(torch.tensor([1.0]), k[:1], v[:1], k_idx[:1]), "slots is torch.float32"),
+        (lambda: cache.write(torch.tensor([48]), k[:1], v[:1], k_idx[:1]), r"slots\[0\] is 48, but k_pages has 48 slots"),
+        (lambda: cache.write(torch.tensor([1.0]), k[:1], v[:1], k_idx[:1]), "slots has dtype float32"),
+        (lambda: cache.write(torch.tensor([1]), k[:1].bfloat16(), v[:1], k_idx[:1]), "k has dtype bfloat16, but k_pages has float32"),
+        (lambda: cache.write(torch.tensor([1]), k[:1], v[:1], k_idx[:1].to("meta")), "k_idx lies on meta"),
         (lambda: cache.write(torch.tensor([1]), k[:1], v[:1], k_idx[:1], layer=1), "layer is 1.*0 to 0"),
         (lambda: cache.extend(["a", "a"], [1, 1]), "each sequence once"),
         (lambda: cache.extend(["a"], [-1]), "at least 0"),
