@@ -189,6 +189,25 @@ def dense_decode_us(batch_size: int, keys: int) -> float:
     return graph_us([lambda x=x: run(*x) for x in data] * max(1, 8 // copies))
 
 
+def cache_write_us(num_tokens: int, cfg: openmsa.MsaConfig) -> dict[str, float]:
+    """Storing a step's new rows in the pages, in a graph: write_pages, and the three index_put that PyTorch would take."""
+    rows = [normal(num_tokens, *heads, 128, seed=i) for i, heads in enumerate(((cfg.num_kv_heads,), (cfg.num_kv_heads,), ()))]
+    slots = torch.randperm(4 * num_tokens * 128, generator=torch.Generator().manual_seed(3))[:num_tokens].cuda()
+    shapes = [(4 * num_tokens, *heads, 128, 128) for heads in ((cfg.num_kv_heads,), (cfg.num_kv_heads,), ())]
+    ours, theirs = ([torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes] for _ in range(2))
+
+    page, place = slots // 128, slots % 128
+
+    def index_put() -> None:
+        for pool, x in zip(theirs, rows):
+            (pool if pool.ndim == 3 else pool.transpose(1, 2))[page, place] = x
+
+    times = {"write": graph_us([lambda: openmsa.write_pages(*rows, slots, *ours)] * 32), "index_put": graph_us([index_put] * 32)}
+    if not all(map(torch.equal, ours, theirs)):
+        raise openmsa.Error("write_pages and index_put left different pages")
+    return times
+
+
 def bench_decode(quick: bool) -> list[dict[str, Any]]:
     rows, cfg = [], config()
     cases = [(131072, 1, 22, 15), (131072, 8, 84, 76), (1048576, 1, 100, 80), (1048576, 4, 270, 262), (32768, 32, None, None),
@@ -196,8 +215,10 @@ def bench_decode(quick: bool) -> list[dict[str, Any]]:
     for keys, batch_size, good, excellent in cases[:2] if quick else cases:
         ours = decode_step_us(batch_size, [keys] * batch_size, 1, cfg)
         theirs = dense_decode_us(batch_size, keys)
+        write = cache_write_us(batch_size, cfg)
         rows.append(row(f"decode_{keys}_b{batch_size}", f"decode at {keys:,} keys, batch {batch_size}, graph", "us", ours["step"], good,
-                        excellent, lower_is_better=True, cudnn_us=theirs, index_select_us=ours["index_select"], attend_us=ours["attend"]))
+                        excellent, lower_is_better=True, cudnn_us=theirs, index_select_us=ours["index_select"], attend_us=ours["attend"],
+                        write_us=write["write"], index_put_us=write["index_put"]))
         torch.cuda.empty_cache()
     return rows
 
