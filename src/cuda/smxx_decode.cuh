@@ -306,18 +306,19 @@ __device__ __forceinline__ void decode_merge(const DecodeParams& params, int uni
   float2 acc = {0.f, 0.f};
   for (int i0 = 0; i0 < count; i0 += 16) {
     float2 x[16];
-    bool written;
+    bool unwritten;
     do {
-      written = lane >= count || ptx::load_written(params.partial_stats + first_row + lane * 16, kUnwritten, stats);
+      if (lane < count) stats = ptx::look(params.partial_stats + first_row + lane * 16);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        x[i] = {0.f, 0.f};
-        if (i0 + i < count && dim < kHeadDim) {
-          const auto* from = reinterpret_cast<const float2*>(partial + std::int64_t{i0 + i} * 16 * kHeadDim);
-          written &= ptx::load_written(from, kUnwritten, x[i]);
-        }
+        x[i] = i0 + i < count && dim < kHeadDim
+                   ? ptx::look(reinterpret_cast<const float2*>(partial + std::int64_t{i0 + i} * 16 * kHeadDim))
+                   : float2{0.f, 0.f};
       }
-    } while (__any_sync(0xffffffffu, !written));
+      unwritten = ptx::holds(stats, kUnwritten);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) unwritten = unwritten || ptx::holds(x[i], kUnwritten);
+    } while (__any_sync(0xffffffffu, unwritten));
     if (i0 == 0) {
       top = stats.x;
 #pragma unroll

@@ -69,11 +69,9 @@ __global__ void pairs_kernel(float2* pairs, int written, float* sums) {
   float sum = 0.f;
   for (int i = 0; i < 32; i += 2) {
     float2 x[2];
-    bool there;
     do {
-      there = ptx::load_written(pairs + i, kUnwritten, x[0]);
-      there &= ptx::load_written(pairs + i + 1, kUnwritten, x[1]);
-    } while (!there);
+      x[0] = ptx::look(pairs + i), x[1] = ptx::look(pairs + i + 1);
+    } while (ptx::holds(x[0], kUnwritten) || ptx::holds(x[1], kUnwritten));
     sum += x[0].x + x[0].y + x[1].x + x[1].y;
   }
   sums[threadIdx.x - 32] = sum;
