@@ -69,10 +69,12 @@ DecodeParams decode_params(const Params& params, const Scratch& scratch) {
   device.stride_lse_token = params.lse.stride[0];
   device.partial = scratch.partial;
   device.partial_stats = scratch.stats;
-  device.num_groups = config.num_kv_heads;
+  device.groups = Divisor::of(config.num_kv_heads);
   device.group_size = config.group_size();
   device.top_k = config.top_k;
-  device.num_splits = scratch.num_splits;
+  device.splits = Divisor::of(scratch.num_splits);
+  device.split_slots = config.top_k / scratch.num_splits;
+  device.longer_splits = config.top_k % scratch.num_splits;
   device.scale_log2 = static_cast<float>(config.effective_softmax_scale() * 1.4426950408889634);
   device.num_tokens = static_cast<std::int32_t>(params.geo.total_q);
   return device;

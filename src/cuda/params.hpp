@@ -50,7 +50,7 @@ struct BatchParams {
       return false;
     }
     if (page_table) {
-      if (k1 < 0 || (k1 + block_size - 1) / block_size > max_pages) {
+      if (k1 < 0 || k1 > std::int64_t{max_pages} * block_size) {
         if (kReport) report(fault, FaultCode::kSeqlensK, seq, k1, max_pages);
         return false;
       }

@@ -96,7 +96,7 @@ ScoreFewParams score_few_params(const ScoreCall& call) {
   params.stride_token = call.stride_token;
   params.stride_group = call.stride_group;
   params.num_blocks = call.num_blocks;
-  params.num_groups = call.config->num_kv_heads;
+  params.groups = Divisor::of(call.config->num_kv_heads);
   params.fill = call.fill;
   return params;
 }

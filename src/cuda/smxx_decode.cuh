@@ -2,7 +2,7 @@
 // same launch (msa_decode).
 //
 // Roles     one CTA of 16 warps a multiprocessor, launched together (cooperative). A (query token, group) is a row of work, cut
-//           into `num_splits` units of consecutive slots; a unit keeps O, its maximum and its sum in registers. The tile's 16 rows
+//           into `splits` units of consecutive slots; a unit keeps O, its maximum and its sum in registers. The tile's 16 rows
 //           are the group's heads, padded; in Q K^T a warp takes 8 keys, in P V 8 dims.
 // Stages    score (smxx_score_few.cuh) -> grid barrier -> each CTA selects for its rows (smxx_select_few.cuh; the CTAs that share
 //           a row repeat its selection, which costs less than another barrier) -> attend -> merge. Between its arrival at the grid
@@ -26,6 +26,7 @@
 #include <cfloat>
 #include <utility>
 
+#include "cuda/divisor.hpp"
 #include "cuda/ptx/convert.cuh"
 #include "cuda/ptx/global.cuh"
 #include "cuda/ptx/tile.cuh"
@@ -49,11 +50,13 @@ struct DecodeParams {
   std::int64_t stride_out_token, stride_out_head;
   float* lse;  // [T, Hq] or null
   std::int64_t stride_lse_token;
-  float* partial;                        // [units, 16, D], none if num_splits is 1
+  float* partial;                        // [units, 16, D], none if rows are whole
   float2* partial_stats;                 // [units, 16]: max (in log2 units; see Empty), sum
   std::int32_t token_begin, num_tokens;  // packed query tokens of this launch; rows count from its first
-  std::int32_t num_groups, group_size, top_k;
-  std::int32_t num_splits;  // units a row, at most top_k
+  std::int32_t group_size, top_k;
+  Divisor groups;                           // Hkv
+  Divisor splits;                           // units a row, at most top_k
+  std::int32_t split_slots, longer_splits;  // slots of a unit; the first `longer_splits` of a row have one more
   float scale_log2;
 };
 
@@ -82,7 +85,8 @@ struct DecodeRow {
   // The queries go to shared memory, by cp.async, as A fragments of the k16 steps: a0 (r, 2c..), a1 (r+8, 2c..), a2 (r, 2c+8..),
   // a3 (r+8, 2c+8..).
   __device__ __forceinline__ void load(const DecodeParams& params, int row, uint4* smem_q) {
-    token = params.token_begin + row / params.num_groups, group = row % params.num_groups;
+    const int own_token = params.groups.quotient(row);
+    token = params.token_begin + own_token, group = row - own_token * params.groups.value;
     if (threadIdx.x < Traits::kSteps * 32) {
       const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, dim = threadIdx.x / 32 * 16 + 2 * c;
       const T* q = static_cast<const T*>(params.q) + std::int64_t{token} * params.stride_q_token + dim;
@@ -112,9 +116,10 @@ struct DecodeSlot {
   int block, before;
 };
 __device__ __forceinline__ DecodeSlot decode_slot(const DecodeParams& params, int row) {
-  const int slot = threadIdx.x, token = params.token_begin + row / params.num_groups, group = row % params.num_groups;
+  const int slot = threadIdx.x, token = params.groups.quotient(row), group = row - token * params.groups.value;
   if (slot >= params.top_k) return {-1, -1};
-  const std::int32_t* list = params.block_ids + std::int64_t{token} * params.stride_id_token + group * params.stride_id_group;
+  const std::int32_t* list =
+      params.block_ids + (std::int64_t{params.token_begin} + token) * params.stride_id_token + group * params.stride_id_group;
   return {list[slot], slot > 0 ? list[slot - 1] : -1};
 }
 
@@ -281,22 +286,22 @@ inline constexpr std::uint32_t kUnwritten = 0xffffffffu;
 // The partials of this CTA's units become unwritten; a grid barrier must follow before anybody reads them.
 template <typename Traits>
 __device__ __forceinline__ void decode_clear(const DecodeParams& params) {
-  if (params.num_splits == 1) return;
+  if (params.splits.value == 1) return;
   const uint4 unwritten = {kUnwritten, kUnwritten, kUnwritten, kUnwritten};
-  for (int unit = blockIdx.x; unit < params.num_tokens * params.num_groups * params.num_splits; unit += gridDim.x) {
+  for (int unit = blockIdx.x; unit < params.num_tokens * params.groups.value * params.splits.value; unit += gridDim.x) {
     uint4* partial = reinterpret_cast<uint4*>(params.partial + std::int64_t{unit} * 16 * Traits::kHeadDim);
     for (int i = threadIdx.x; i < 4 * Traits::kHeadDim; i += kFewThreads) partial[i] = unwritten;
     if (threadIdx.x < 8) reinterpret_cast<uint4*>(params.partial_stats + unit * 16)[threadIdx.x] = unwritten;
   }
 }
 
-// A unit's share of its row's merge: every num_splits-th of the row's 64-dim parts of heads, a warp each, over the partials in slot
+// A unit's share of its row's merge: every `splits`-th of the row's 64-dim parts of heads, a warp each, over the partials in slot
 // order. No barrier of the CTA: the warps without a share go on.
 template <typename Traits>
 __device__ __forceinline__ void decode_merge(const DecodeParams& params, int unit) {
   constexpr int kHeadDim = Traits::kHeadDim, kParts = (kHeadDim + 63) / 64;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = params.num_splits;  // 2..32, so 16 warps take all parts
-  const int index = unit / count, split = unit % count, share = warp * count + split;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = params.splits.value;  // 2..32, so 16 warps take all parts
+  const int index = params.splits.quotient(unit), split = unit - index * count, share = warp * count + split;
   const int head = share / kParts, part = share % kParts, dim = part * 64 + lane * 2;
   if (head >= params.group_size) return;
   const std::int64_t first_row = std::int64_t{index} * count * 16 + head;
@@ -333,7 +338,8 @@ __device__ __forceinline__ void decode_merge(const DecodeParams& params, int uni
       acc.x = fmaf(w, x[i].x, acc.x), acc.y = fmaf(w, x[i].y, acc.y);
     }
   }
-  const int token = params.token_begin + index / params.num_groups, group = index % params.num_groups;
+  const int row_token = params.groups.quotient(index), group = index - row_token * params.groups.value;
+  const int token = params.token_begin + row_token;
   sum = softmax_sum(sum, top != -INFINITY);
   const float inverse = sum == 0.f ? 0.f : 1.f / sum;
   if (dim < kHeadDim) decode_write<Traits>(params, token, group, head, dim, acc.x * inverse, acc.y * inverse);
@@ -350,14 +356,15 @@ __device__ __forceinline__ void decode_units(const DecodeParams& params, unsigne
   int *ids = reinterpret_cast<int*>(smem + Traits::kIdsOffset), *places = ids + 32;
   uint4* smem_q = reinterpret_cast<uint4*>(smem + Traits::kQueryOffset);
   float* smem_sum = reinterpret_cast<float*>(smem + Traits::kSumOffset);
-  const int splits = params.num_splits, num_units = params.num_tokens * params.num_groups * splits;
+  const int splits = params.splits.value, num_units = params.num_tokens * params.groups.value * splits;
   int* page_row = reinterpret_cast<int*>(smem + kDecodePagesOffset);
   constexpr int kCachedPages = (Traits::kPOffset - kDecodePagesOffset) / 4;
-  int cached = 0;
+  int cached = 0, index = params.splits.quotient(blockIdx.x);
   DecodeRow<Traits> row;
   if (static_cast<int>(blockIdx.x) < num_units) {
-    row.load(params, blockIdx.x / splits, smem_q);
+    row.load(params, index, smem_q);
     if (kCachePages && row.sequence.pages) cached = min((row.visible + Traits::kBlock - 1) / Traits::kBlock, kCachedPages);
+#pragma unroll 1
     for (int i = threadIdx.x; i < cached; i += kFewThreads)
       ptx::copy_async<4>(ptx::smem_address(page_row + i), row.sequence.pages + i, 4);
     ptx::copy_async_commit();
@@ -365,12 +372,14 @@ __device__ __forceinline__ void decode_units(const DecodeParams& params, unsigne
   ready();
   ptx::copy_async_wait<0>();
   for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
-    const int index = unit / splits, split = unit % splits;
     if (unit != static_cast<int>(blockIdx.x)) {
+      index = params.splits.quotient(unit);
       row.load(params, index, smem_q);
       ptx::copy_async_wait<0>();
     }
-    const int begin = params.top_k * split / splits, end = params.top_k * (split + 1) / splits;
+    const int split = unit - index * splits;
+    const int begin = split * params.split_slots + min(split, params.longer_splits);
+    const int end = begin + params.split_slots + (split < params.longer_splits ? 1 : 0);
     __syncthreads();  // the list of the row before has been read, this one's queries and pages are there
     select(row, index, split == 0, ids);
     if (threadIdx.x < static_cast<unsigned>(params.top_k)) {
@@ -431,16 +440,16 @@ __global__ void __launch_bounds__(kFewThreads, 1) smxx_decode_kernel(const __gri
   const auto grid = cooperative_groups::this_grid();
   decode_clear<Traits>(params);
   unsigned token = 0;
-  if (params.num_splits > 1) token = grid.barrier_arrive();
-  int listed = blockIdx.x / params.num_splits;
+  if (params.splits.value > 1) token = grid.barrier_arrive();
+  int listed = params.splits.quotient(blockIdx.x);
   DecodeSlot slot =
-      listed < params.num_tokens * params.num_groups ? decode_slot(params, listed) : DecodeSlot{};  // under the loads of its row
+      listed < params.num_tokens * params.groups.value ? decode_slot(params, listed) : DecodeSlot{};  // under the loads of its row
   decode_units<Traits, false>(
       params, smem, [] {}, [&] { grid.barrier_wait(std::move(token)); },
       [&](const DecodeRow<Traits>& row, int index, bool, int* ids) {
         if (index != listed) slot = decode_slot(params, index);
         listed = index;
-        decode_check_ids(params, slot, row.token * params.num_groups + row.group, row.visible, ids);
+        decode_check_ids(params, slot, row.token * params.groups.value + row.group, row.visible, ids);
         __syncwarp();
       });
 }

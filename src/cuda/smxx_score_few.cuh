@@ -13,6 +13,9 @@
 // Empty     a sequence without queries or keys has no blocks. `fill` writes -inf past what its queries see; select does not look.
 #pragma once
 
+#include <climits>
+
+#include "cuda/divisor.hpp"
 #include "cuda/params.hpp"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/mma.cuh"
@@ -29,7 +32,7 @@ struct ScoreFewParams {
   float* scores;                                                               // [T, Hkv, num_blocks]
   std::int64_t stride_token, stride_group;
   std::int32_t num_blocks;  // width of scores
-  std::int32_t num_groups;  // Hkv
+  Divisor groups;           // Hkv
   bool fill;
 };
 
@@ -75,7 +78,8 @@ struct FewBlocks {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Sequence sequence{};
     if (count <= 32) {
-      end = scan(lane < count ? load(first + lane, &sequence) : 0);
+      end = scan(lane < count ? load(first + lane, &sequence) : 0, count);
+      if (lane >= count) end = INT_MAX;
       if (lane < count) table[lane] = sequence;
       __syncwarp();
       return;
@@ -83,7 +87,7 @@ struct FewBlocks {
     int* sums = begin + kFewSeqs + 4;
     int base = 0;
     for (int i0 = 0; i0 < count; i0 += kFewThreads) {
-      const int i = i0 + threadIdx.x, sum = scan(i < count ? load(first + i, &sequence) : 0);
+      const int i = i0 + threadIdx.x, sum = scan(i < count ? load(first + i, &sequence) : 0, 32);
       if (lane == 31) sums[warp] = sum;
       __syncthreads();
       int before = base, total = base;
@@ -100,7 +104,7 @@ struct FewBlocks {
     __syncthreads();
   }
 
-  __device__ __forceinline__ int total() const { return count <= 32 ? __shfl_sync(0xffffffffu, end, 31) : begin[count]; }
+  __device__ __forceinline__ int total() const { return count <= 32 ? __shfl_sync(0xffffffffu, end, count - 1) : begin[count]; }
 
   // The sequence, counted from `first`, that holds a block.
   __device__ __forceinline__ int find(int block) const {
@@ -131,9 +135,9 @@ struct FewBlocks {
     if (!batch.load(seq, sequence) || sequence->seqlen_q == 0) return 0;
     return (sequence->num_visible(sequence->first_position + sequence->seqlen_q - 1) + Traits::kBlock - 1) / Traits::kBlock;
   }
-  static __device__ __forceinline__ int scan(int sum) {
-#pragma unroll
-    for (int o = 1; o < 32; o *= 2) {
+  static __device__ __forceinline__ int scan(int sum, int lanes) {  // of the first `lanes`
+#pragma unroll 1
+    for (int o = 1; o < lanes; o *= 2) {
       const int x = __shfl_up_sync(0xffffffffu, sum, o);
       if (static_cast<int>(threadIdx.x % 32) >= o) sum += x;
     }
@@ -155,14 +159,14 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, cons
   // Pages of 32 blocks at a time, a lane each: a load of its own beside the keys would hold up all but the first of them.
   const auto list = [&](int block) { return sequence.pages && block + lane < end ? sequence.pages[block + lane] : 0; };
   int listed = list(begin);
-  const int num_rows = sequence.seqlen_q * params.num_groups, num_tiles = (num_rows + 7) / 8;
+  const int num_rows = sequence.seqlen_q * params.groups.value, num_tiles = (num_rows + 7) / 8;
   const T *q_base = static_cast<const T*>(params.q_idx), *k_base = static_cast<const T*>(params.k_idx);
   auto load_q = [&](int tile, int segment) {
     const int row = tile * 8 + r;
     if (row >= num_rows) return uint4{0, 0, 0, 0};
-    return *reinterpret_cast<const uint4*>(q_base +
-                                           (std::int64_t{sequence.query_begin} + row / params.num_groups) * params.stride_q_token +
-                                           row % params.num_groups * params.stride_q_group + segment * 32 + c * 8);
+    const int token = params.groups.quotient(row);
+    return *reinterpret_cast<const uint4*>(q_base + (std::int64_t{sequence.query_begin} + token) * params.stride_q_token +
+                                           (row - token * params.groups.value) * params.stride_q_group + segment * 32 + c * 8);
   };
   uint4 a[kKeyTiles][2][kSegments];
   const auto load_keys = [&](int block) {
@@ -211,7 +215,7 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, cons
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const int row = n * 8 + c * 2 + j % 2;
-            if (key + j / 2 * 8 >= sequence.num_visible(sequence.first_position + row / params.num_groups)) d[j] = -INFINITY;
+            if (key + j / 2 * 8 >= sequence.num_visible(sequence.first_position + params.groups.quotient(row))) d[j] = -INFINITY;
           }
         }
 #pragma unroll
@@ -229,8 +233,8 @@ __device__ __forceinline__ void few_score_run(const ScoreFewParams& params, cons
     if (thread < num_rows) {
       const float m = ptx::max_nan(ptx::max_nan(mine[thread], mine[kTiles * 8 + thread]),
                                    ptx::max_nan(mine[2 * kTiles * 8 + thread], mine[3 * kTiles * 8 + thread]));
-      params.scores[(std::int64_t{sequence.query_begin} + thread / params.num_groups) * params.stride_token +
-                    thread % params.num_groups * params.stride_group + block] = m;
+      const int token = params.groups.quotient(thread), group = thread - token * params.groups.value;
+      params.scores[(std::int64_t{sequence.query_begin} + token) * params.stride_token + group * params.stride_group + block] = m;
     }
   }
   ptx::named_barrier(1 + quad, 128);  // the next run's queries and maxima take this one's place
@@ -244,7 +248,7 @@ __device__ __forceinline__ void few_score(const ScoreFewParams& params, unsigned
   for (int first = 0; first < params.batch.num_seqs; first += kFewSeqs) {
     const int count = min(params.batch.num_seqs - first, kFewSeqs);
     const FewBlocks<Traits> blocks(params.batch, first, count, reinterpret_cast<int*>(smem));
-    const int total = blocks.total(), each = total / num_units, longer = total - each * num_units;
+    const int total = blocks.total(), each = static_cast<unsigned>(total) / num_units, longer = total - each * num_units;
     int block = each * unit + min(unit, longer);
     const int end = block + each + (unit < longer ? 1 : 0);
     while (block < end) {
@@ -258,11 +262,12 @@ __device__ __forceinline__ void few_score(const ScoreFewParams& params, unsigned
         const FewPlace place = blocks.at(i);
         const int seen = place.end - place.begin, width = params.num_blocks - seen;
         if (width <= 0) continue;
-        const std::int64_t cells = std::int64_t{place.sequence.seqlen_q} * params.num_groups * width;
+        const std::int64_t cells = std::int64_t{place.sequence.seqlen_q} * params.groups.value * width;
         for (std::int64_t cell = blockIdx.x * kFewThreads + threadIdx.x; cell < cells; cell += gridDim.x * kFewThreads) {
           const int row = static_cast<int>(cell / width);
-          params.scores[(std::int64_t{place.sequence.query_begin} + row / params.num_groups) * params.stride_token +
-                        row % params.num_groups * params.stride_group + seen + cell % width] = -INFINITY;
+          const int token = params.groups.quotient(row), group = row - token * params.groups.value;
+          params.scores[(std::int64_t{place.sequence.query_begin} + token) * params.stride_token + group * params.stride_group +
+                        seen + cell % width] = -INFINITY;
         }
       }
     }
