@@ -157,6 +157,7 @@ __device__ __forceinline__ void decode_attend(const DecodeParams& params, const 
   float* smem_max = reinterpret_cast<float*>(smem + Traits::kMaxOffset);  // [16 heads][16 warps]
   const uint4* smem_q = reinterpret_cast<const uint4*>(smem + Traits::kQueryOffset);
   const std::uint32_t tile_k = ptx::smem_address(smem), tile_v = tile_k + Traits::kTileBytes;
+  const std::uint32_t tile_p = tile_k + Traits::kPOffset + (lane % 16 * Traits::kPRow + lane / 16 * 8) * 2;  // this lane's row
   const auto live_keys_of = [&](int slot) { return places[slot] < 0 ? 0 : min(row.visible - ids[slot] * kBlock, kBlock); };
 
   // One commit group, also where there is nothing to load. A thread copies one 16-byte column of every 32nd key.
@@ -179,6 +180,9 @@ __device__ __forceinline__ void decode_attend(const DecodeParams& params, const 
 
   load_k(begin);
   load_v(begin);
+  uint4 q[Traits::kSteps];  // under the first loads; every warp takes all of it
+#pragma unroll
+  for (int i = 0; i < Traits::kSteps; ++i) q[i] = smem_q[i * 32 + lane];
   for (int slot = begin; slot < end; ++slot) {
     const int live_keys = live_keys_of(slot);
     if (slot == begin) {
@@ -201,9 +205,8 @@ __device__ __forceinline__ void decode_attend(const DecodeParams& params, const 
         const int piece = i * 2 + lane / 8;
         std::uint32_t b[4];  // b0, b1 of step i and of step i + 1
         ptx::ldmatrix_x4(b, tile_k + (key * Traits::kPieces + Traits::place(key, piece)) * 16);
-        const uint4 x = smem_q[i * 32 + lane], y = smem_q[(i + 1) * 32 + lane];
-        ptx::mma_16816<T>(s, x.x, x.y, x.z, x.w, b[0], b[1]);
-        ptx::mma_16816<T>(t, y.x, y.y, y.z, y.w, b[2], b[3]);
+        ptx::mma_16816<T>(s, q[i].x, q[i].y, q[i].z, q[i].w, b[0], b[1]);
+        ptx::mma_16816<T>(t, q[i + 1].x, q[i + 1].y, q[i + 1].z, q[i + 1].w, b[2], b[3]);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) s[j] = warp * 8 + c * 2 + j % 2 < live_keys ? s[j] + t[j] : -INFINITY;
@@ -251,12 +254,9 @@ __device__ __forceinline__ void decode_attend(const DecodeParams& params, const 
         ptx::ldmatrix_x4_trans(w, tile_v + (key * Traits::kPieces + Traits::place(key, warp)) * 16);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const T* p = smem_p + r * Traits::kPRow + step * 32 + half * 16 + c * 2;
-          const std::uint32_t a0 = *reinterpret_cast<const std::uint32_t*>(p);
-          const std::uint32_t a1 = *reinterpret_cast<const std::uint32_t*>(p + 8 * Traits::kPRow);
-          const std::uint32_t a2 = *reinterpret_cast<const std::uint32_t*>(p + 8);
-          const std::uint32_t a3 = *reinterpret_cast<const std::uint32_t*>(p + 8 * Traits::kPRow + 8);
-          ptx::mma_16816<T>(half == 0 ? even : odd, a0, a1, a2, a3, w[2 * half], w[2 * half + 1]);
+          std::uint32_t a[4];
+          ptx::ldmatrix_x4(a, tile_p + (step * 32 + half * 16) * 2);
+          ptx::mma_16816<T>(half == 0 ? even : odd, a[0], a[1], a[2], a[3], w[2 * half], w[2 * half + 1]);
         }
       }
 #pragma unroll
