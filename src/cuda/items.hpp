@@ -41,6 +41,7 @@ struct ItemFeed {
 inline constexpr int kProducerThreads = 128, kItemWarp = 3, kFeedBarrier = 15;
 
 // The next item, for all threads of the producer warpgroup, and its sequence; an item of count 0 where there is none. Its index.
+template <bool kInTurn = false>  // BatchParams::load_in_turn
 __device__ __forceinline__ int take_item(ItemFeed* feed, const BatchParams& batch, const AttendItem* items,
                                          const std::int32_t* num_items, std::int32_t* next_item, AttendItem* item,
                                          Sequence* sequence) {
@@ -52,7 +53,7 @@ __device__ __forceinline__ int take_item(ItemFeed* feed, const BatchParams& batc
   ptx::named_barrier(kFeedBarrier, kProducerThreads);
   *item = feed->item;
   *sequence = Sequence{};
-  if (item->count > 0) batch.load<false>(item->seq, sequence);
+  if (item->count > 0) kInTurn ? batch.load_in_turn(item->seq, sequence) : batch.load<false>(item->seq, sequence);
   return feed->index;
 }
 

@@ -96,6 +96,34 @@ struct BatchParams {
     }
     return low;
   }
+
+  // load<false> for a kernel at its register limit: it waits for each word in turn.
+  __device__ __forceinline__ bool load_in_turn(int seq, Sequence* out) const {
+    *out = Sequence{};
+    const int q0 = cu_seqlens_q[seq], q1 = cu_seqlens_q[seq + 1];
+    if (q0 < 0 || q1 < q0 || q1 > total_q || (seq == 0 && q0 != 0) || (seq == num_seqs - 1 && q1 != total_q)) return false;
+    int k0 = 0, length;
+    if (page_table) {
+      length = seqlens_k[seq];
+      if (length < 0 || (length + block_size - 1) / block_size > max_pages) return false;
+    } else {
+      k0 = cu_seqlens_k[seq];
+      const int k1 = cu_seqlens_k[seq + 1];
+      if (k0 < 0 || k1 < k0 || (seq == 0 && k0 != 0) ||
+          (total_k >= 0 && (k1 > total_k || (seq == num_seqs - 1 && k1 != total_k)))) {
+        return false;
+      }
+      length = k1 - k0;
+    }
+    if (q1 - q0 > max_seqlen_q || length > max_seqlen_k) return false;
+    *out = {q0,
+            q1 - q0,
+            k0,
+            length,
+            q_start ? q_start[seq] : length - (q1 - q0),
+            page_table ? page_table + seq * stride_page_table : nullptr};
+    return true;
+  }
 #endif
 };
 

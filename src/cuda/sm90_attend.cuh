@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int round = 0;; ++round) {
       AttendItem item;
       Sequence sequence;
-      take_item(feed, params.batch, params.items, params.num_items, params.next_item, &item, &sequence);
+      take_item<true>(feed, params.batch, params.items, params.num_items, params.next_item, &item, &sequence);
       if (warp_index == kItemWarp) {
         if (lane == 0) {
           if (round > 0) ptx::mbarrier_wait(k_empty, (round - 1) & 1);
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int tokens = Traits::kRows >> params.log_group;
     const int num_stages = (item.count + tokens - 1) / tokens;
     Sequence sequence;
-    params.batch.load<false>(item.seq, &sequence);
+    params.batch.load_in_turn(item.seq, &sequence);
     // Packed token index + this = number of keys of the block that a query sees, before clamping to the sequence's end.
     const int to_visible = params.chunk_begin - sequence.query_begin + sequence.first_position + 1 - item.block * kBlock;
     const int live_keys = min(sequence.seqlen_k - item.block * kBlock, kBlock);
