@@ -189,6 +189,7 @@ def dense_decode_us(batch_size: int, keys: int) -> float:
     return graph_us([lambda x=x: run(*x) for x in data] * max(1, 8 // copies))
 
 
+@functools.cache  # rows of the table share batch sizes
 def cache_write_us(num_tokens: int, cfg: openmsa.MsaConfig) -> dict[str, float]:
     """Storing a step's new rows in the pages, in a graph: write_pages, and the three index_put that PyTorch would take."""
     rows = [normal(num_tokens, *heads, 128, seed=i) for i, heads in enumerate(((cfg.num_kv_heads,), (cfg.num_kv_heads,), ()))]
