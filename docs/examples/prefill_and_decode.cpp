@@ -96,7 +96,7 @@ int main() try {
   };
   std::vector<std::int32_t> step_ids(hkv * config.top_k);
   std::vector<float> step_out(hq * d);
-  openmsa::msa_decode({
+  openmsa::msa_attention({
       .config = config,
       .batch = step,
       .q = make_view(&q[(num_tokens - 1) * hq * d], {1, hq, d}),

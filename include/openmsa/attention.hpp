@@ -33,9 +33,10 @@ void sparse_attention(const SparseAttentionArgs& args);
 void sparse_decode(const SparseAttentionArgs& args);
 std::size_t workspace_bytes(const SparseAttentionArgs& args);  // enough for either
 
-// index_select and sparse_decode in one call: a whole decode step (few query tokens per sequence) of one layer, in one launch on a
-// GPU. out and lse are those of the two single calls with the same lists.
-struct MsaDecodeArgs {
+// index_select and attention over what it selects, in one call: a whole layer's prefill, or its decode step, which is one launch on a
+// GPU. out and lse are those of the two single calls with the same lists, sparse_decode being the second up to 4 query tokens per
+// sequence (16 on a GPU), else sparse_attention.
+struct MsaAttentionArgs {
   MsaConfig config{};
   Batch batch{};
   TensorView q{};          // in:  [T, Hq, D] f32 | bf16 | f16
@@ -48,8 +49,8 @@ struct MsaDecodeArgs {
   TensorView block_ids{};  // out: [T, Hkv, k] int32; optional
   RunOptions options{};
 };
-void msa_decode(const MsaDecodeArgs& args);
-std::size_t workspace_bytes(const MsaDecodeArgs& args);
+void msa_attention(const MsaAttentionArgs& args);
+std::size_t workspace_bytes(const MsaAttentionArgs& args);
 
 // Causal attention over every visible key; same formulas.
 struct DenseAttentionArgs {

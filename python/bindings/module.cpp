@@ -157,9 +157,9 @@ void py_sparse_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle bl
   decode ? sparse_decode(args) : sparse_attention(args);
 }
 
-void py_msa_decode(nb::handle q, nb::handle k, nb::handle v, nb::handle q_idx, nb::handle k_idx, nb::handle out, nb::handle lse,
-                   nb::handle block_ids, OPENMSA_CALL_PARAMETERS) {
-  MsaDecodeArgs args;
+void py_msa_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle q_idx, nb::handle k_idx, nb::handle out, nb::handle lse,
+                      nb::handle block_ids, OPENMSA_CALL_PARAMETERS) {
+  MsaAttentionArgs args;
   OPENMSA_FILL_COMMON(args);
   args.q = view_of(q, "q");
   args.k = view_of(k, "k");
@@ -171,7 +171,7 @@ void py_msa_decode(nb::handle q, nb::handle k, nb::handle v, nb::handle q_idx, n
   args.block_ids = optional_view_of(block_ids, "block_ids");
   const GpuCall gpu(args);
   const nb::gil_scoped_release release;
-  msa_decode(args);
+  msa_attention(args);
 }
 
 void py_dense_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle block_max,
@@ -374,8 +374,8 @@ NB_MODULE(_core, module) {
              "Bytes of scratch that index_select takes; for `openmsa bench`.");
   module.def("sparse_attention", &py_sparse_attention, "q"_a, "k"_a, "v"_a, "block_ids"_a, "out"_a, "lse"_a.none(), "decode"_a,
              OPENMSA_CALL_NAMES, "Writes out and lse; with decode, by the path for few query tokens.");
-  module.def("msa_decode", &py_msa_decode, "q"_a, "k"_a, "v"_a, "q_idx"_a, "k_idx"_a, "out"_a, "lse"_a.none(), "block_ids"_a.none(),
-             OPENMSA_CALL_NAMES, "Writes out, lse and block_ids.");
+  module.def("msa_attention", &py_msa_attention, "q"_a, "k"_a, "v"_a, "q_idx"_a, "k_idx"_a, "out"_a, "lse"_a.none(),
+             "block_ids"_a.none(), OPENMSA_CALL_NAMES, "Writes out, lse and block_ids.");
   module.def("dense_attention", &py_dense_attention, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none(), "block_max"_a.none(),
              OPENMSA_CALL_NAMES, "Writes out, lse and block_max.");
   module.def("sparse_attention_backward", &py_sparse_attention_backward, "q"_a, "k"_a, "v"_a, "block_ids"_a, "out"_a, "lse"_a,

@@ -43,7 +43,7 @@ def sparse_attention(
     q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,
     backend: str, num_threads: int, trust_indices: bool,
 ) -> None: ...
-def msa_decode(
+def msa_attention(
     q: _Array, k: _Array, v: _Array, q_idx: _Array, k_idx: _Array, out: _Array, lse: _Array | None, block_ids: _Array | None,
     cu_seqlens_q: _Array, cu_seqlens_k: _Array | None, seqlens_k: _Array | None, page_table: _Array | None,
     q_start: _Array | None, max_seqlen_q: int, max_seqlen_k: int, sizes: Sequence[int], softmax_scale: float | None,

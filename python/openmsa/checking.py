@@ -320,13 +320,13 @@ def _check_layout(case: Case, layout: Layout, oracles: list[Oracle], scores: lis
         yield row(stage, rule, (again != out).any(dim=-1).sum().item(), 0)
 
     if max(case.seqlens_q, default=0) <= (ops.MAX_DECODE_QUERIES_CUDA if backend == "cuda" else ops.MAX_DECODE_QUERIES):
-        # For few queries msa_attention is msa_decode, which selects by itself.
+        # For few queries it is a kernel of its own, which selects by itself.
         out, lse, ids = run_on(backend, "msa_attention", case.q, layout.k, layout.v, case.q_idx, layout.k_idx, batch, config,
                                return_lse=True, return_block_ids=True)
         fault = max((selection_fault(ids[o.queries], o, s, config) for o, s in zip(oracles, scores, strict=True)), default=0.0)
-        yield row("msa_decode", "wrong choice beyond the bound 2e", fault, 0)
+        yield row("msa_attention", "wrong choice beyond the bound 2e", fault, 0)
         expected = [oracle.sparse(ids[oracle.queries]) for oracle in oracles]
-        yield from attention_rows("msa_decode", out, lse, expected, ids, lambda o: o.queries)
+        yield from attention_rows("msa_attention", out, lse, expected, ids, lambda o: o.queries)
 
     out, lse, block_max = run_on(backend, "dense_attention", case.q, layout.k, layout.v, batch, config, return_lse=True,
                                  return_block_max=True)

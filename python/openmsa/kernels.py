@@ -59,14 +59,14 @@ def sparse_attention(empty: Empty, q: Any, k: Any, v: Any, block_ids: Any, *call
     return out, lse
 
 
-def msa_decode(
+def msa_attention(
     empty: Empty, q: Any, k: Any, v: Any, q_idx: Any, k_idx: Any, with_block_ids: bool, *call: Any
 ) -> tuple[Any, Any, Any]:
     out = empty(q, q.shape, None)
     lse = empty(q, q.shape[:2], accumulator(q))
     # An operator's outputs cannot be optional, so an unwanted one is empty.
     block_ids = empty(q, (*list_shape(q, call), call[SIZES][TOP_K]) if with_block_ids else (0,), "int32")
-    _core.msa_decode(q, k, v, q_idx, k_idx, out, lse, block_ids if with_block_ids else None, *call)
+    _core.msa_attention(q, k, v, q_idx, k_idx, out, lse, block_ids if with_block_ids else None, *call)
     return out, lse, block_ids
 
 

@@ -222,7 +222,8 @@ def msa_attention(
 ) -> Array | tuple[Array, ...]:  # fmt: skip
     """MiniMax Sparse Attention from projected tensors to output: score key blocks, select, attend.
 
-    Decode (few query tokens per sequence) takes its own path by itself; the result is the same.
+    Decode (few query tokens per sequence) takes its own path by itself; the result is the same. A GPU merges a chunk of a long
+    prompt while it scores the next.
 
     Differentiable in q, k and v: exact attention on the selected keys. Which blocks are selected has no gradient, so none reaches
     q_idx and k_idx from here; they learn by :func:`index_kl_loss`.
@@ -248,8 +249,8 @@ def msa_attention(
     wants_gradient = _wants_gradient(family, batch, "sparse_attention_backward", q=q, k=k, v=v)
     if family is not numpy_ops:
         q_idx, k_idx = q_idx.detach(), k_idx.detach()
-    if batch.max_seqlen_q <= max_decode_queries(q) and not wants_gradient:
-        out, lse, block_ids = family.msa_decode(q, k, v, q_idx, k_idx, return_block_ids, *call)
+    if not wants_gradient and (batch.max_seqlen_q <= max_decode_queries(q) or q.dtype == q_idx.dtype == k_idx.dtype):
+        out, lse, block_ids = family.msa_attention(q, k, v, q_idx, k_idx, return_block_ids, *call)
     else:
         block_ids = family.index_select(q_idx, k_idx, *call)
         # The lists come from index_select, but page ids are still the caller's, so they are checked again unless trusted.

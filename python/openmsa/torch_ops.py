@@ -70,7 +70,7 @@ def _sparse_decode(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return kernels.sparse_attention(*args, decode=True)
 
 
-def _fake_msa_decode(
+def _fake_msa_attention(
     q: torch.Tensor, k: Any, v: Any, q_idx: Any, k_idx: Any, with_block_ids: bool, *call: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*kernels.list_shape(q, call), call[kernels.SIZES][kernels.TOP_K]) if with_block_ids else (0,)
@@ -83,12 +83,12 @@ select_blocks = _define("select_blocks", "Tensor scores", "Tensor", kernels.sele
 index_select = _define("index_select", "Tensor q_idx, Tensor k_idx", "Tensor", kernels.index_select, _fake_index_select)
 sparse_attention = _define("sparse_attention", _ATTENTION, "(Tensor out, Tensor lse)", kernels.sparse_attention, _fake_attention)
 sparse_decode = _define("sparse_decode", _ATTENTION, "(Tensor out, Tensor lse)", _sparse_decode, _fake_attention)
-msa_decode = _define(
-    "msa_decode",
+msa_attention = _define(
+    "msa_attention",
     "Tensor q, Tensor k, Tensor v, Tensor q_idx, Tensor k_idx, bool with_block_ids",
     "(Tensor out, Tensor lse, Tensor block_ids)",
-    kernels.msa_decode,
-    _fake_msa_decode,
+    kernels.msa_attention,
+    _fake_msa_attention,
 )
 dense_attention = _define(
     "dense_attention",

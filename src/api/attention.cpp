@@ -80,7 +80,7 @@ void run_sparse(const char* stage, const std::vector<core::Kernel<core::SparseAt
   api::run(api::Call<core::SparseAttentionParams>{call.params, &kernel}, args.options);
 }
 
-api::Call<core::MsaDecodeParams> prepare(const MsaDecodeArgs& args, Mode mode) {
+api::Call<core::MsaAttentionParams> prepare(const MsaAttentionArgs& args, Mode mode) {
   args.config.validate();
   api::require_index_dim(args.config);
   Checker checker(args.options, mode);
@@ -103,7 +103,7 @@ api::Call<core::MsaDecodeParams> prepare(const MsaDecodeArgs& args, Mode mode) {
   core::Request request = request_of(config, tensors.q.dtype, config.top_k);
   request.index_dim = config.index_dim;
   const auto& kernel =
-      api::require_kernel("msa_decode", core::kernels<core::MsaDecodeParams>(), args.options.backend, backend, request);
+      api::require_kernel("msa_attention", core::kernels<core::MsaAttentionParams>(), args.options.backend, backend, request);
   core::Geometry geo = api::make_geometry(tensors.batch, config, "q", tensors.q.shape[0]);
   api::check_key_extent(checker, "k", tensors.k, geo);
   checker.overlap();
@@ -155,8 +155,8 @@ std::size_t workspace_bytes(const SparseAttentionArgs& args) {
   return bytes;
 }
 
-void msa_decode(const MsaDecodeArgs& args) { api::run(prepare(args, Mode::kRun), args.options); }
-std::size_t workspace_bytes(const MsaDecodeArgs& args) { return api::scratch_bytes(prepare(args, Mode::kSize)); }
+void msa_attention(const MsaAttentionArgs& args) { api::run(prepare(args, Mode::kRun), args.options); }
+std::size_t workspace_bytes(const MsaAttentionArgs& args) { return api::scratch_bytes(prepare(args, Mode::kSize)); }
 
 void dense_attention(const DenseAttentionArgs& args) { api::run(prepare(args, Mode::kRun), args.options); }
 std::size_t workspace_bytes(const DenseAttentionArgs& args) { return api::scratch_bytes(prepare(args, Mode::kSize)); }

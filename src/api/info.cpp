@@ -37,7 +37,7 @@ std::vector<KernelInfo> list_kernels() {
   append_rows(rows, "index_select", core::kernels<core::IndexSelectParams>());
   append_rows(rows, "sparse_attention", core::kernels<core::SparseAttentionParams>());
   append_rows(rows, "sparse_decode", core::decode_kernels());
-  append_rows(rows, "msa_decode", core::kernels<core::MsaDecodeParams>());
+  append_rows(rows, "msa_attention", core::kernels<core::MsaAttentionParams>());
   append_rows(rows, "dense_attention", core::kernels<core::DenseAttentionParams>());
   append_rows(rows, "sparse_attention_backward", core::kernels<core::AttentionBackwardParams>());
   append_rows(rows, "dense_attention_backward", core::dense_backward_kernels());

@@ -52,7 +52,7 @@ struct SparseAttentionParams {
   Context context;
 };
 
-struct MsaDecodeParams {
+struct MsaAttentionParams {
   MsaConfig config;
   Geometry geo;
   TensorView q;          // [T, Hq, D]

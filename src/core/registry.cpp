@@ -155,13 +155,13 @@ const std::vector<Kernel<SparseAttentionParams>>& decode_kernels() {
 }
 
 template <>
-const std::vector<Kernel<MsaDecodeParams>>& kernels() {
-  static const std::vector<Kernel<MsaDecodeParams>> table = {
+const std::vector<Kernel<MsaAttentionParams>>& kernels() {
+  static const std::vector<Kernel<MsaAttentionParams>> table = {
 #if OPENMSA_HAVE_CUDA
-    {Backend::kCuda, "smxx_msa_decode", kCudaMsaLimits, cuda::msa_decode, cuda::msa_decode_reserve},
+    {Backend::kCuda, "sm90_msa_attention", kCudaMsaLimits, cuda::msa_attention, cuda::msa_attention_reserve},
 #endif
-    {Backend::kCpu, "cpu_msa_decode", kCpuMsaLimits, cpu::msa_decode, cpu::msa_decode_reserve},
-    {Backend::kReference, "reference_msa_decode", kOracleLimits, reference::msa_decode, reference::msa_decode_reserve},
+    {Backend::kCpu, "cpu_msa_attention", kCpuMsaLimits, cpu::msa_attention, cpu::msa_attention_reserve},
+    {Backend::kReference, "reference_msa_attention", kOracleLimits, reference::msa_attention, reference::msa_attention_reserve},
   };
   return table;
 }

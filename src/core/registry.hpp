@@ -56,7 +56,7 @@ const std::vector<Kernel<IndexSelectParams>>& kernels();
 template <>
 const std::vector<Kernel<SparseAttentionParams>>& kernels();  // prefill
 template <>
-const std::vector<Kernel<MsaDecodeParams>>& kernels();
+const std::vector<Kernel<MsaAttentionParams>>& kernels();
 template <>
 const std::vector<Kernel<DenseAttentionParams>>& kernels();
 template <>

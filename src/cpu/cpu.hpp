@@ -17,8 +17,8 @@ void sparse_attention(const core::SparseAttentionParams& params);
 void sparse_attention_reserve(const core::SparseAttentionParams& params);
 void sparse_decode(const core::SparseAttentionParams& params);
 void sparse_decode_reserve(const core::SparseAttentionParams& params);
-void msa_decode(const core::MsaDecodeParams& params);
-void msa_decode_reserve(const core::MsaDecodeParams& params);
+void msa_attention(const core::MsaAttentionParams& params);
+void msa_attention_reserve(const core::MsaAttentionParams& params);
 void dense_attention(const core::DenseAttentionParams& params);
 void dense_attention_reserve(const core::DenseAttentionParams& params);
 void attention_backward(const core::AttentionBackwardParams& params);  // sparse or dense

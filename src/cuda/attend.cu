@@ -1,9 +1,10 @@
+#include "cuda/attend.hpp"
+
 #include <algorithm>
 
 #include "cuda/cuda.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/invert.hpp"
-#include "cuda/plan.hpp"
 #include "cuda/repair.hpp"
 #include "cuda/sm90_attend.cuh"
 #include "cuda/smxx_combine.cuh"
@@ -13,37 +14,22 @@
 namespace openmsa::cuda {
 namespace {
 
-// Query tokens per chunk: partials take Hkv * k * Gp * D * 2 bytes a token, 4 GiB at the reference shape.
-constexpr std::int64_t kChunkTokens = 16384;
 constexpr std::int32_t kMaxItem = 512;  // tokens of a work item; 256 to 2,048 measure within 3%
-
-struct Scratch {
-  std::int64_t chunk;       // tokens
-  std::int64_t num_blocks;  // of all sequences, at most
-  std::int64_t num_slots;   // chunk * Hkv * k
-  std::int32_t log_group;
-  void* partial;
-  float* partial_lse;
-  std::int32_t *ranks, *offsets, *first_items, *num_entries, *work, *rest;
-  std::uint32_t *entries, *union_entries, *taken;
-  AttendItem* items;
-  // Zeroed before every chunk, in one piece from `offsets` on: these, counts, then the single counters.
-  std::int32_t* counts;
-  std::size_t zero_bytes;
-  std::int32_t *next_item, *num_work, *next_work, *num_items, *num_rest, *next_ticket;
-  Plan plan;
-};
 
 std::int64_t max_total_blocks(const core::Geometry& geo) {
   if (geo.paged()) return geo.num_seqs * geo.max_num_blocks();
   return geo.total_k / geo.block_size + geo.num_seqs;
 }
 
-Scratch reserve(const core::SparseAttentionParams& params) {
+bool can_unite(const AttendScratch& scratch) { return scratch.log_group == kUnionLogGroup; }
+
+}  // namespace
+
+AttendScratch reserve_attend(const core::SparseAttentionParams& params) {
   core::Arena& arena = *params.context.arena;
   const MsaConfig& config = params.config;
-  Scratch s{};
-  s.chunk = std::min(params.geo.total_q, kChunkTokens);
+  AttendScratch s{};
+  s.chunk = std::min(params.geo.total_q, kAttendChunk);
   s.num_blocks = max_total_blocks(params.geo);
   s.log_group = log2_ceil(config.group_size());
   const std::int64_t pairs = s.chunk * config.num_kv_heads;
@@ -75,9 +61,7 @@ Scratch reserve(const core::SparseAttentionParams& params) {
   return s;
 }
 
-bool can_unite(const Scratch& scratch) { return scratch.log_group == kUnionLogGroup; }
-
-void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std::int64_t begin, std::int64_t end) {
+void attend_chunk(const core::SparseAttentionParams& params, const AttendScratch& s, std::int64_t begin, std::int64_t end) {
   const MsaConfig& config = params.config;
   const core::Geometry& geo = params.geo;
   void* stream = params.context.stream;
@@ -152,10 +136,16 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
     });
   });
   if (can_unite(s)) launch_union(params, unite);
+}
+
+void combine_chunk(const core::SparseAttentionParams& params, const AttendScratch& s, std::int64_t begin, std::int64_t end,
+                   Order order) {
+  const MsaConfig& config = params.config;
+  const auto chunk_begin = static_cast<std::int32_t>(begin), chunk_tokens = static_cast<std::int32_t>(end - begin);
   const CombineParams combine{s.partial,
                               s.partial_lse,
                               s.ranks,
-                              invert.rest,
+                              can_unite(s) ? s.rest : nullptr,
                               s.num_rest,
                               s.next_ticket,
                               params.out.data,
@@ -177,21 +167,26 @@ void run_chunk(const core::SparseAttentionParams& params, const Scratch& s, std:
         launch(smxx_combine_kernel<Traits>,
                dim3(std::min(blocks_for(threads, kCombineThreads * kCombineTurns),
                              static_cast<unsigned>(num_multiprocessors() * Traits::kCtas))),
-               kCombineThreads, 0, stream, Order::kAfter, combine);
+               kCombineThreads, 0, params.context.stream, order, combine);
       });
     });
   });
 }
 
-}  // namespace
+float combine_us(const MsaConfig& config) {
+  constexpr float kBytesPerUs = 47e3f;  // a multiprocessor, beside others that score
+  return static_cast<float>(((config.top_k + 1) << log2_ceil(config.group_size())) * config.head_dim * 2) / kBytesPerUs;
+}
 
-void sparse_attention_reserve(const core::SparseAttentionParams& params) { reserve(params); }
+void sparse_attention_reserve(const core::SparseAttentionParams& params) { reserve_attend(params); }
 
 void sparse_attention(const core::SparseAttentionParams& params) {
   const DeviceGuard guard(params.q.device.index);
-  const Scratch scratch = reserve(params);
+  const AttendScratch scratch = reserve_attend(params);
   for (std::int64_t begin = 0; begin < params.geo.total_q; begin += scratch.chunk) {
-    run_chunk(params, scratch, begin, std::min(begin + scratch.chunk, params.geo.total_q));
+    const std::int64_t end = std::min(begin + scratch.chunk, params.geo.total_q);
+    attend_chunk(params, scratch, begin, end);
+    combine_chunk(params, scratch, begin, end, Order::kAfter);
   }
   launch_repair(params);
 }

@@ -1,7 +1,8 @@
+#include "cuda/decode.hpp"
+
 #include <algorithm>
 #include <limits>
 
-#include "core/two_step_decode.hpp"
 #include "cuda/cuda.hpp"
 #include "cuda/instances.hpp"
 #include "cuda/launch.hpp"
@@ -45,7 +46,7 @@ Scratch reserve(core::Arena& arena, std::int64_t total_q, const MsaConfig& confi
   return scratch;
 }
 
-template <typename Params>  // SparseAttentionParams or MsaDecodeParams
+template <typename Params>  // SparseAttentionParams or MsaAttentionParams
 DecodeParams decode_params(const Params& params, const Scratch& scratch) {
   const MsaConfig& config = params.config;
   const std::int64_t size = dtype_bytes(params.q.dtype);
@@ -80,18 +81,15 @@ DecodeParams decode_params(const Params& params, const Scratch& scratch) {
   return device;
 }
 
-// One launch does it all where index keys are as wide as keys and every sequence's queries fit the score stage.
-bool can_fuse(const core::MsaDecodeParams& params) {
+}  // namespace
+
+bool can_fuse_decode(const core::MsaAttentionParams& params) {
   const MsaConfig& config = params.config;
   return config.index_dim == config.head_dim && score_is_few(params.geo, config) &&
          params.geo.total_q * config.num_kv_heads * config.top_k <= kMaxUnits;
 }
 
-std::int64_t score_width(const core::Geometry& geo) {
-  return std::max<std::int64_t>((geo.max_num_blocks() + 3) / 4 * 4, 4);  // rows start on 16 bytes
-}
-
-void fused_decode(const core::MsaDecodeParams& params) {
+void fused_decode(const core::MsaAttentionParams& params) {
   const MsaConfig& config = params.config;
   core::Arena& arena = *params.context.arena;
   const Scratch scratch = reserve(arena, params.geo.total_q, config);
@@ -116,7 +114,11 @@ void fused_decode(const core::MsaDecodeParams& params) {
   });
 }
 
-}  // namespace
+void fused_decode_reserve(const core::MsaAttentionParams& params) {
+  core::Arena& arena = *params.context.arena;
+  reserve(arena, params.geo.total_q, params.config);
+  arena.take<float>(static_cast<std::size_t>(params.geo.total_q * params.config.num_kv_heads * score_width(params.geo)));
+}
 
 void sparse_decode_reserve(const core::SparseAttentionParams& params) {
   const DeviceGuard guard(params.q.device.index);
@@ -143,23 +145,6 @@ void sparse_decode(const core::SparseAttentionParams& params) {
       });
     });
   }
-}
-
-void msa_decode_reserve(const core::MsaDecodeParams& params) {
-  const DeviceGuard guard(params.q.device.index);
-  core::Arena& arena = *params.context.arena;
-  if (can_fuse(params)) {
-    reserve(arena, params.geo.total_q, params.config);
-    arena.take<float>(static_cast<std::size_t>(params.geo.total_q * params.config.num_kv_heads * score_width(params.geo)));
-    return;
-  }
-  core::two_step_decode(params, index_select_reserve, sparse_decode_reserve);
-}
-
-void msa_decode(const core::MsaDecodeParams& params) {
-  const DeviceGuard guard(params.q.device.index);
-  if (can_fuse(params)) return fused_decode(params);
-  core::two_step_decode(params, index_select, sparse_decode);
 }
 
 }  // namespace openmsa::cuda

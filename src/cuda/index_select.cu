@@ -7,16 +7,13 @@
 namespace openmsa::cuda {
 namespace {
 
-// Scores of a chunk of query tokens stay below this; the scratch does not grow with T.
-constexpr std::int64_t kMaxScoreBytes = std::int64_t{9} << 28;  // 2.25 GiB: 16,896 tokens x 4 groups x 8,192 blocks
-
 struct Layout {
-  std::int64_t num_blocks;  // row width, a multiple of 4 for 16-byte loads
+  std::int64_t num_blocks;  // row width
   std::int64_t chunk;       // query tokens
 };
 
 Layout layout_of(const core::IndexSelectParams& params) {
-  const std::int64_t num_blocks = std::max<std::int64_t>((params.geo.max_num_blocks() + 3) / 4 * 4, 4);
+  const std::int64_t num_blocks = score_width(params.geo);
   // The few-query kernel takes whole sequences, so it needs all tokens in one chunk; they are few.
   if (score_is_few(params.geo, params.config)) return {num_blocks, params.geo.total_q};
   const std::int64_t token_bytes = num_blocks * params.config.num_kv_heads * 4;

@@ -48,6 +48,8 @@ void launch_tiles(const ScoreCall& call, const Plan& plan) {
   params.num_groups = num_groups;
   params.tile_tokens = tile_tokens;
   params.fill = call.fill;
+  params.beside_pairs = call.beside.pairs;
+  params.beside_pair_us = call.beside.pair_us;
   launch_plan(plan, params.batch, call.token_begin, call.token_end, cluster * tile_tokens, call.stream);
   const CUtensorMap map_q = row_map(call.q_idx, num_groups, tile_tokens);
   const CUtensorMap map_k = key_map(call.k_idx, geo, dim, 1, geo.block_size / cluster);
@@ -100,6 +102,8 @@ ScoreFewParams score_few_params(const ScoreCall& call) {
   params.fill = call.fill;
   return params;
 }
+
+std::int64_t score_width(const core::Geometry& geo) { return std::max<std::int64_t>((geo.max_num_blocks() + 3) / 4 * 4, 4); }
 
 bool score_is_few(const core::Geometry& geo, const MsaConfig& config) { return geo.max_seqlen_q * config.num_kv_heads <= kFewRows; }
 

@@ -16,8 +16,24 @@ struct ScoreParams {
   std::int32_t num_blocks;   // width of scores
   std::int32_t num_groups;   // Hkv, at most 256
   std::int32_t tile_tokens;  // tokens a CTA: 256 / Hkv rounded down
-  bool fill;                 // write -inf from the last visible block to the width (select does not look there)
+  // Number of (token, group) pairs that the next launch merges beside this one, or null, and the multiprocessor time of a pair.
+  const std::int32_t* beside_pairs;
+  float beside_pair_us;
+  bool fill;  // write -inf from the last visible block to the width (select does not look there)
 };
+
+// How many of the clusters score; the others leave their multiprocessors to the kernel that is launched behind, such that both end
+// together. The same in every CTA.
+template <typename Traits>
+__device__ __forceinline__ int scoring_clusters(const ScoreParams& params) {
+  const int clusters = static_cast<int>(gridDim.x) / Traits::kCluster;
+  if (params.beside_pairs == nullptr) return clusters;
+  constexpr float kFlopsPerUs = 6.44e6f;  // a multiprocessor's
+  constexpr float kBlockUs = 2.f * Traits::kCluster * Traits::kRows * Traits::kBlock * Traits::kIndexDim / kFlopsPerUs;
+  constexpr float kMostBeside = 0.6f;  // from there on memory bounds a merge
+  const float own = float(params.sum->total) * kBlockUs, other = float(*params.beside_pairs) * params.beside_pair_us;
+  return clusters - static_cast<int>(fminf(other / (own + other + 1.f), kMostBeside) * float(clusters));
+}
 
 struct ScoreSchedule {
   int num_tiles, num_segments, num_clusters;

@@ -13,10 +13,12 @@
 //             full[s] 1 (TMA of every CTA); empty[s] 8 kCluster (the consumer warps of every CTA, since each CTA fills them all);
 //             named 1 + consumer: that warpgroup may issue
 // Registers   producer 56, consumers 224; accumulators 128
+// Beside      clusters that leave at once make room for smxx_combine, where that is launched behind (see msa_attention.cu).
 // Empty       rows past the sequence's last query are computed and not stored; blocks without a visible key are -inf.
 #pragma once
 
 #include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/register.cuh"
 #include "cuda/ptx/tile.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -60,6 +62,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto* shared_item = reinterpret_cast<ScoreItem*>(q_empty + 1);
 
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+  if (params.beside_pairs) ptx::grid_dependency_launch();
+  const int num_clusters = scoring_clusters<Traits>(params);
+  if (static_cast<int>(blockIdx.x) / kCluster >= num_clusters) return;
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       ptx::mbarrier_init(&full[s], 1);
@@ -77,7 +82,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == 0) {
     ptx::shrink_registers<56>();
     if (threadIdx.x < 32) {
-      const ScoreSchedule schedule = score_schedule(*params.sum, 4 * Traits::kBlock, static_cast<int>(gridDim.x) / kCluster);
+      const ScoreSchedule schedule = score_schedule(*params.sum, 4 * Traits::kBlock, num_clusters);
       if (lane == 0) {
         const int rank = kCluster == 1 ? 0 : static_cast<int>(ptx::cluster_rank());
         const int num_rounds = schedule.num_rounds();

@@ -4,6 +4,8 @@
 // Bytes   (k * Gp * D * 2) read and G * D * 2 written a (token, group): bound by memory.
 // Tokens  those that the union did not serve, from a list, so that the others cost nothing; each CTA takes two after two from a
 //         counter, as memory serves some multiprocessors faster.
+// Beside  sm90_score of the next chunk, where msa_attention launches it behind that (programmatic dependent launch). Partials are complete
+//         then, since that kernel began after they were.
 // Empty   lists without a live slot give out = 0, lse = -inf; where there are slots, and none has any weight, both are NaN.
 #pragma once
 
@@ -13,6 +15,7 @@
 #include "cuda/lists.hpp"
 #include "cuda/params.hpp"
 #include "cuda/ptx/convert.cuh"
+#include "cuda/ptx/mma.cuh"
 
 namespace openmsa::cuda {
 
@@ -115,6 +118,7 @@ __global__ void __launch_bounds__(kCombineThreads, Traits::kCtas)
     __syncthreads();
     begin = (gridDim.x + tickets[n % 2]) * kCombineTurns * kCombineThreads;
   }
+  if (blockIdx.x == 0) ptx::grid_dependency_wait();  // this kernel's end also says that the kernel before it has ended
 }
 
 }  // namespace openmsa::cuda

@@ -1,5 +1,5 @@
 // Decode: attention of few query tokens over their selected blocks, alone (sparse_decode) or behind scoring and selection in the
-// same launch (msa_decode).
+// same launch (msa_attention).
 //
 // Roles     one CTA of 16 warps a multiprocessor, launched together (cooperative). A (query token, group) is a row of work, cut
 //           into `splits` units of consecutive slots; a unit keeps O, its maximum and its sum in registers. The tile's 16 rows

@@ -11,8 +11,8 @@ void select_blocks(const core::SelectBlocksParams& params);
 void index_select(const core::IndexSelectParams& params);
 void index_select_reserve(const core::IndexSelectParams& params);
 void sparse_attention(const core::SparseAttentionParams& params);
-void msa_decode(const core::MsaDecodeParams& params);
-void msa_decode_reserve(const core::MsaDecodeParams& params);
+void msa_attention(const core::MsaAttentionParams& params);
+void msa_attention_reserve(const core::MsaAttentionParams& params);
 void dense_attention(const core::DenseAttentionParams& params);
 void attention_backward(const core::AttentionBackwardParams& params);  // sparse or dense
 void index_kl_loss(const core::IndexKlParams& params);

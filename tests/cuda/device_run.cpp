@@ -183,7 +183,7 @@ Attention gpu_attention(void (*function)(const SparseAttentionArgs&), const Devi
   return result;
 }
 
-DecodeStep gpu_msa_decode(const DeviceProblem& problem) {
+DecodeStep gpu_msa_attention(const DeviceProblem& problem) {
   const Problem& host = *problem.host;
   const MsaConfig& config = host.config;
   const std::int64_t T = host.total_q, padding = output_padding(host);
@@ -191,19 +191,19 @@ DecodeStep gpu_msa_decode(const DeviceProblem& problem) {
                      Tensor(DType::kF32, {T, config.num_q_heads}), Tensor()},
                     Tensor(DType::kI32, {T, config.num_kv_heads, config.top_k}, padding)};
   DeviceTensor out(result.attention.out), lse(result.attention.lse), block_ids(result.block_ids);
-  run_twice<MsaDecodeArgs>(msa_decode,
-                           {.config = config,
-                            .batch = problem.batch(),
-                            .q = problem.q.view(),
-                            .k = problem.k.view(),
-                            .v = problem.v.view(),
-                            .q_idx = problem.q_idx.view(),
-                            .k_idx = problem.k_idx.view(),
-                            .out = out.view(),
-                            .lse = lse.view(),
-                            .block_ids = block_ids.view(),
-                            .options = {}},
-                           {{&result.attention.out, &out}, {&result.attention.lse, &lse}, {&result.block_ids, &block_ids}});
+  run_twice<MsaAttentionArgs>(msa_attention,
+                              {.config = config,
+                               .batch = problem.batch(),
+                               .q = problem.q.view(),
+                               .k = problem.k.view(),
+                               .v = problem.v.view(),
+                               .q_idx = problem.q_idx.view(),
+                               .k_idx = problem.k_idx.view(),
+                               .out = out.view(),
+                               .lse = lse.view(),
+                               .block_ids = block_ids.view(),
+                               .options = {}},
+                              {{&result.attention.out, &out}, {&result.attention.lse, &lse}, {&result.block_ids, &block_ids}});
   return result;
 }
 

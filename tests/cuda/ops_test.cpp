@@ -97,10 +97,10 @@ TEST_P(CudaOpsAt, SparseAttentionIsRight) {
 }
 
 // Also for many queries, which it takes though it is not made for them.
-TEST_P(CudaOpsAt, MsaDecodeIsRight) {
+TEST_P(CudaOpsAt, MsaAttentionIsRight) {
   const Problem problem = problem_of(GetParam());
   const DeviceProblem device(problem);
-  const DecodeStep step = gpu_msa_decode(device);
+  const DecodeStep step = gpu_msa_attention(device);
   EXPECT_TRUE(selection_right(problem, step.block_ids, oracle_scores(problem), GetParam().values == Values::kIntegers));
   EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids));
 }
@@ -138,8 +138,8 @@ TEST_P(CudaOpsAt, ValuesReachTheRowsThatSeeThem) {
   const DeviceProblem device(problem);
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, block_ids), &block_ids)) << "prefill";
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_decode, device, block_ids), &block_ids)) << "decode";
-  const DecodeStep step = gpu_msa_decode(device);
-  EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_decode";
+  const DecodeStep step = gpu_msa_attention(device);
+  EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_attention";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, false), nullptr)) << "dense";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, true), nullptr)) << "dense with block_max";
 }
@@ -153,8 +153,8 @@ TEST_P(CudaOpsAt, RowsOfNothingButMinusInfinityAreNaN) {
   const Tensor block_ids = random_block_ids(problem, rng);
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, block_ids), &block_ids)) << "prefill";
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_decode, device, block_ids), &block_ids)) << "decode";
-  const DecodeStep step = gpu_msa_decode(device);
-  EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_decode";
+  const DecodeStep step = gpu_msa_attention(device);
+  EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_attention";
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, step.block_ids), &step.block_ids)) << "union";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, false), nullptr)) << "dense";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, true), nullptr)) << "dense with block_max";
@@ -208,18 +208,18 @@ TEST_F(CudaOps, BrokenIndexDataAreReportedAndReadNothing) {
         told("score", block_scores, BlockScoresArgs{config, batch, device.q_idx.view(), device.k_idx.view(), scores.view(), {}});
         told("index_select", index_select,
              IndexSelectArgs{config, batch, device.q_idx.view(), device.k_idx.view(), selected.view(), {}});
-        told("msa_decode", msa_decode,
-             MsaDecodeArgs{.config = config,
-                           .batch = batch,
-                           .q = device.q.view(),
-                           .k = device.k.view(),
-                           .v = device.v.view(),
-                           .q_idx = device.q_idx.view(),
-                           .k_idx = device.k_idx.view(),
-                           .out = out.view(),
-                           .lse = {},
-                           .block_ids = {},
-                           .options = {}});
+        told("msa_attention", msa_attention,
+             MsaAttentionArgs{.config = config,
+                              .batch = batch,
+                              .q = device.q.view(),
+                              .k = device.k.view(),
+                              .v = device.v.view(),
+                              .q_idx = device.q_idx.view(),
+                              .k_idx = device.k_idx.view(),
+                              .out = out.view(),
+                              .lse = {},
+                              .block_ids = {},
+                              .options = {}});
       }
     }
   }

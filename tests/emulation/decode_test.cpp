@@ -1,4 +1,4 @@
-// sparse_decode and msa_decode behind their real launch code. Their CTAs wait for each other, so the grid is one CTA; where rows are to
+// sparse_decode and msa_attention behind their real launch code. Their CTAs wait for each other, so the grid is one CTA; where rows are to
 // be cut into units, the host is told of more multiprocessors and the one CTA does all their work (Options::fold_together).
 #include <gtest/gtest.h>
 

@@ -79,17 +79,18 @@ DecodeStep emulated_msa_decode(const Problem& problem, bool optional_outputs) {
   else
     result.attention.lse = Tensor();
   const bool paged = problem.layout.paged;
-  run_emulated<core::MsaDecodeParams>({cuda::msa_decode, cuda::msa_decode_reserve}, {gpu_config(problem),
-                                                                                     geometry(problem),
-                                                                                     problem.q.view(),
-                                                                                     core::KeyBlocks::of(problem.k.view(), paged),
-                                                                                     core::KeyBlocks::of(problem.v.view(), paged),
-                                                                                     problem.q_idx.view(),
-                                                                                     index_keys(problem),
-                                                                                     result.attention.out.view(),
-                                                                                     result.attention.lse.view(),
-                                                                                     result.block_ids.view(),
-                                                                                     {}});
+  run_emulated<core::MsaAttentionParams>({cuda::msa_attention, cuda::msa_attention_reserve},
+                                         {gpu_config(problem),
+                                          geometry(problem),
+                                          problem.q.view(),
+                                          core::KeyBlocks::of(problem.k.view(), paged),
+                                          core::KeyBlocks::of(problem.v.view(), paged),
+                                          problem.q_idx.view(),
+                                          index_keys(problem),
+                                          result.attention.out.view(),
+                                          result.attention.lse.view(),
+                                          result.block_ids.view(),
+                                          {}});
   expect_guards({&result.attention.out, &result.attention.lse, &result.block_ids});
   return result;
 }

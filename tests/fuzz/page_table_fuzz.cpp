@@ -42,7 +42,7 @@ void run(Input input) {
   require(world.index_select(results, options) == valid, "index_select runs exactly on valid tables");
   require(world.sparse_attention(results.block_ids, results, options) == valid, "sparse_attention runs exactly on valid tables");
   require(world.sparse_decode(results.block_ids, decoded, options) == valid, "sparse_decode runs exactly on valid tables");
-  require(world.msa_decode(step, options) == valid, "msa_decode runs exactly on valid tables");
+  require(world.msa_attention(step, options) == valid, "msa_attention runs exactly on valid tables");
   require(world.dense_attention(dense, options) == valid, "dense_attention runs exactly on valid tables");
 }
 

@@ -239,10 +239,10 @@ bool World::sparse_decode(const Buffer& block_ids, Results& results, const RunOp
   return sparse(openmsa::sparse_decode, block_ids, results, options);
 }
 
-bool World::msa_decode(Results& results, const RunOptions& options) const {
+bool World::msa_attention(Results& results, const RunOptions& options) const {
   const bool ran = runs([&] {
-    openmsa::msa_decode({config, batch(), q.view, k.view, v.view, q_idx.view, k_idx.view, results.out.view, results.lse.view,
-                         results.block_ids.view, options});
+    openmsa::msa_attention({config, batch(), q.view, k.view, v.view, q_idx.view, k_idx.view, results.out.view, results.lse.view,
+                            results.block_ids.view, options});
   });
   require(ran || (results.out.untouched() && results.lse.untouched() && results.block_ids.untouched()),
           "a refused call writes nothing");

@@ -48,6 +48,7 @@ struct World {
 
   struct Results {
     Buffer scores, block_ids, out, lse, block_max;
+    bool same_attention(const Results& other) const { return out.bytes == other.out.bytes && lse.bytes == other.lse.bytes; }
   };
   struct TrainingResults {
     Buffer d_q, d_k, d_v, loss, d_q_idx, d_k_idx;
@@ -78,7 +79,7 @@ struct World {
   bool index_select(Results& results, const RunOptions& options) const;
   bool sparse_attention(const Buffer& block_ids, Results& results, const RunOptions& options) const;
   bool sparse_decode(const Buffer& block_ids, Results& results, const RunOptions& options) const;
-  bool msa_decode(Results& results, const RunOptions& options) const;
+  bool msa_attention(Results& results, const RunOptions& options) const;
   bool dense_attention(Results& results, const RunOptions& options) const;
   bool sparse(void (*function)(const SparseAttentionArgs&), const Buffer& block_ids, Results& results,
               const RunOptions& options) const;

@@ -91,7 +91,7 @@ def test_info_lists_backends_and_kernels(capsys):
     assert all(b["detail"] for b in backends.values())
     stages = {k["stage"] for k in facts["kernels"] if k["backend"] == "cpu"}
     assert stages == {
-        "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
+        "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_attention", "dense_attention",
         "sparse_attention_backward", "dense_attention_backward", "index_kl_loss", "write_pages",
     }  # fmt: skip
     assert facts["simd_target"] and facts["threads"] >= 1
@@ -116,7 +116,7 @@ def test_check_passes(dtype, capsys):
     assert code == OK and report["passed"]
     assert report["query_tokens_checked"] == report["query_tokens"] == 184
     seen = {(row["layout"], row["stage"]) for row in report["rows"]}
-    assert len(seen) == 12  # six stages, packed and paged; msa_decode is for fewer queries
+    assert len(seen) == 12  # six stages, packed and paged; msa_attention is checked where it has a kernel of its own
     assert all(row["passed"] and row["measured"] <= row["allowed"] for row in report["rows"])
 
 
@@ -125,7 +125,7 @@ def test_check_takes_decode_shapes_and_empty_sequences(capsys):
     assert code == OK and report["seqlens_k"] == [0, 100, 10, 3]
 
 
-def test_check_includes_msa_decode_for_few_queries(capsys, monkeypatch):
+def test_check_includes_msa_attention_for_few_queries(capsys, monkeypatch):
     few = ["check", "--seqlens-q", "1,4,0", "--seqlens-k", "300,170,5", *SMALL[2:]]
     code, report = run_json(capsys, *few)
     assert code == OK and len({(row["layout"], row["stage"]) for row in report["rows"]}) == 14
@@ -138,7 +138,7 @@ def test_check_includes_msa_decode_for_few_queries(capsys, monkeypatch):
     monkeypatch.setattr(openmsa, "msa_attention", slightly_wrong)
     assert main([*few, "--json"]) == FAILED
     report = json.loads(capsys.readouterr().out)
-    assert {row["stage"] for row in report["rows"] if not row["passed"]} == {"msa_decode"}
+    assert {row["stage"] for row in report["rows"] if not row["passed"]} == {"msa_attention"}
 
 
 def test_check_uses_windows_on_long_sequences(capsys, monkeypatch):

@@ -14,7 +14,7 @@ from openmsa.nn import MsaAttention  # noqa: E402
 pytestmark = needs_gpu
 
 CONFIG = MsaConfig(num_q_heads=8, num_kv_heads=2, head_dim=64, index_dim=64, block_size=64, top_k=4)
-OPS = ["block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention"]
+OPS = ["block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_attention", "dense_attention"]
 
 
 def sample(op: str, paged: bool) -> tuple:
@@ -30,7 +30,7 @@ def sample(op: str, paged: bool) -> tuple:
         "index_select": (q_idx, k_idx),
         "sparse_attention": (q, k, v, block_ids),
         "sparse_decode": (q, k, v, block_ids),
-        "msa_decode": (q, k, v, q_idx, k_idx, True),
+        "msa_attention": (q, k, v, q_idx, k_idx, True),
         "dense_attention": (q, k, v, True),
     }
     return (

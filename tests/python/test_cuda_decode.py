@@ -1,4 +1,4 @@
-"""The decode step in one launch (msa_decode) on the GPU: against the oracle, against its two steps, and under hostile index data."""
+"""The decode step of msa_attention on the GPU: against the oracle, against its two steps, and under hostile index data."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_decode_and_prefill_paths_of_msa_attention_agree(backend, rng):
 @pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_few_queries_equal_the_two_steps(layout, paged, kind, backend, rng):
-    """msa_attention takes msa_decode here, which is index_select and sparse_decode in one call."""
+    """msa_attention is index_select and sparse_decode here, in one call."""
     data = golden.make_data(layout, SMALL, rng, exact_index=False)
     data, batch = golden.to_pages(data, layout, SMALL, rng) if paged else (data, layout.batch())
     data = as_numpy(data) if kind == "numpy" else data

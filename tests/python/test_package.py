@@ -105,7 +105,7 @@ def test_registry_is_listed():
     assert backends["reference"].available and backends["cpu"].available and backends["cpu"].detail
     assert all(row.detail for row in backends.values())
     stages = {
-        "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
+        "block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_attention", "dense_attention",
         "sparse_attention_backward", "dense_attention_backward", "index_kl_loss", "write_pages",
     }  # fmt: skip
     for backend in ("reference", "cpu"):

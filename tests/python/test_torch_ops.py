@@ -20,7 +20,7 @@ from openmsa import Batch
 from test_ops import SMALL
 
 LAYOUT = Layout([40, 3], [70, 49])
-OPS = ["block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention"]
+OPS = ["block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_attention", "dense_attention"]
 
 
 def call_of(batch: Batch, backend: str = "auto") -> tuple:
@@ -42,7 +42,7 @@ def sample(op: str, paged: bool, rng: torch.Generator) -> tuple:
         "index_select": (data.q_idx, data.k_idx),
         "sparse_attention": (data.q, data.k, data.v, block_ids),
         "sparse_decode": (data.q, data.k, data.v, block_ids),
-        "msa_decode": (data.q, data.k, data.v, data.q_idx, data.k_idx, True),
+        "msa_attention": (data.q, data.k, data.v, data.q_idx, data.k_idx, True),
         "dense_attention": (data.q, data.k, data.v, True),
     }
     return (*tensors[op], *call_of(batch))
@@ -58,7 +58,7 @@ def test_opcheck(op, paged, rng):
     assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("op, wanted", [*((op, True) for op in OPS), ("msa_decode", False), ("dense_attention", False)])
+@pytest.mark.parametrize("op, wanted", [*((op, True) for op in OPS), ("msa_attention", False), ("dense_attention", False)])
 def test_fake_tensors_have_the_shapes_of_real_ones(op, wanted, rng):
     """An output that is not wanted is empty."""
     from torch._subclasses.fake_tensor import FakeTensorMode

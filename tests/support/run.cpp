@@ -77,7 +77,7 @@ Attention run_sparse_decode(const Problem& problem, const Tensor& block_ids, con
   return run_sparse(sparse_decode, problem, block_ids, options);
 }
 
-DecodeStep run_msa_decode(const Problem& problem, const RunOptions& options, bool optional_outputs) {
+DecodeStep run_msa_attention(const Problem& problem, const RunOptions& options, bool optional_outputs) {
   DecodeStep result{attention_outputs(problem), Tensor()};
   Attention& attention = result.attention;
   if (optional_outputs) {
@@ -86,19 +86,19 @@ DecodeStep run_msa_decode(const Problem& problem, const RunOptions& options, boo
   } else {
     attention.lse = Tensor();
   }
-  call<MsaDecodeArgs>(msa_decode,
-                      {.config = problem.config,
-                       .batch = problem.batch(),
-                       .q = problem.q.view(),
-                       .k = problem.k.view(),
-                       .v = problem.v.view(),
-                       .q_idx = problem.q_idx.view(),
-                       .k_idx = problem.k_idx.view(),
-                       .out = attention.out.view(),
-                       .lse = attention.lse.view(),
-                       .block_ids = result.block_ids.view(),
-                       .options = options},
-                      {&attention.out});
+  call<MsaAttentionArgs>(msa_attention,
+                         {.config = problem.config,
+                          .batch = problem.batch(),
+                          .q = problem.q.view(),
+                          .k = problem.k.view(),
+                          .v = problem.v.view(),
+                          .q_idx = problem.q_idx.view(),
+                          .k_idx = problem.k_idx.view(),
+                          .out = attention.out.view(),
+                          .lse = attention.lse.view(),
+                          .block_ids = result.block_ids.view(),
+                          .options = options},
+                         {&attention.out});
   if (optional_outputs) {
     EXPECT_TRUE(attention.lse.guards_intact()) << "wrote beside lse";
     EXPECT_TRUE(result.block_ids.guards_intact()) << "wrote beside block_ids";

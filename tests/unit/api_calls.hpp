@@ -61,7 +61,7 @@ class Calls {
     index_select = {config, batch, problem.q_idx.view(), problem.k_idx.view(), block_ids.view()};
     sparse = {config, batch, problem.q.view(), problem.k.view(), problem.v.view(), block_ids_in.view(), out.view(), lse.view()};
     decode = sparse;
-    msa_decode = {
+    msa_attention = {
         config,     batch,      problem.q.view(), problem.k.view(), problem.v.view(), problem.q_idx.view(), problem.k_idx.view(),
         out.view(), lse.view(), block_ids.view()};
     dense = {config, batch, problem.q.view(), problem.k.view(), problem.v.view(), out.view(), lse.view(), block_max.view()};
@@ -89,7 +89,7 @@ class Calls {
     };
     return {call("block_scores", block_scores, openmsa::block_scores), call("select_blocks", select_blocks, openmsa::select_blocks),
             call("index_select", index_select, openmsa::index_select), call("sparse_attention", sparse, openmsa::sparse_attention),
-            call("sparse_decode", decode, openmsa::sparse_decode),     call("msa_decode", msa_decode, openmsa::msa_decode),
+            call("sparse_decode", decode, openmsa::sparse_decode),     call("msa_attention", msa_attention, openmsa::msa_attention),
             call("dense_attention", dense, openmsa::dense_attention)};
   }
 
@@ -126,15 +126,15 @@ class Calls {
         add("q_idx", index_select.q_idx, false);
         add("k_idx", index_select.k_idx, false);
         add("block_ids", index_select.block_ids, true);
-      } else if (call.name == "msa_decode") {
-        add("q", msa_decode.q, false);
-        add("k", msa_decode.k, false);
-        add("v", msa_decode.v, false);
-        add("q_idx", msa_decode.q_idx, false);
-        add("k_idx", msa_decode.k_idx, false);
-        add("out", msa_decode.out, true);
-        add("lse", msa_decode.lse, true);
-        add("block_ids", msa_decode.block_ids, true);
+      } else if (call.name == "msa_attention") {
+        add("q", msa_attention.q, false);
+        add("k", msa_attention.k, false);
+        add("v", msa_attention.v, false);
+        add("q_idx", msa_attention.q_idx, false);
+        add("k_idx", msa_attention.k_idx, false);
+        add("out", msa_attention.out, true);
+        add("lse", msa_attention.lse, true);
+        add("block_ids", msa_attention.block_ids, true);
       } else if (call.name == "dense_attention") {
         add("q", dense.q, false);
         add("k", dense.k, false);
@@ -187,7 +187,7 @@ class Calls {
   SelectBlocksArgs select_blocks;
   IndexSelectArgs index_select;
   SparseAttentionArgs sparse, decode;
-  MsaDecodeArgs msa_decode;
+  MsaAttentionArgs msa_attention;
   DenseAttentionArgs dense;
 };
 

@@ -54,10 +54,10 @@ TEST(ApiConfig, RefusesWhatNoLayerCanBe) {
 
 TEST(ApiConfig, IndexDimIsNeededByTheIndexBranchAlone) {
   Calls calls;
-  calls.block_scores.config.index_dim = calls.index_select.config.index_dim = calls.msa_decode.config.index_dim = 0;
+  calls.block_scores.config.index_dim = calls.index_select.config.index_dim = calls.msa_attention.config.index_dim = 0;
   expect_invalid([&] { block_scores(calls.block_scores); }, "config.index_dim", {"is 0", "index branch"});
   expect_invalid([&] { index_select(calls.index_select); }, "config.index_dim", {"is 0", "index branch"});
-  expect_invalid([&] { msa_decode(calls.msa_decode); }, "config.index_dim", {"is 0", "index branch"});
+  expect_invalid([&] { msa_attention(calls.msa_attention); }, "config.index_dim", {"is 0", "index branch"});
   calls.expect_nothing_written();
   for (MsaConfig* config : {&calls.select_blocks.config, &calls.sparse.config, &calls.dense.config}) config->index_dim = 0;
   calls.select_blocks.options = calls.sparse.options = calls.dense.options = on(Backend::kReference);

@@ -93,8 +93,8 @@ TEST(ApiDispatch, Float64IsForTheReferenceAlone) {
 TEST(ApiDispatch, OptionalResultsMayBeLeftOut) {
   for (const Backend backend : {Backend::kReference, Backend::kCpu}) {
     Calls calls;
-    calls.sparse.lse = calls.decode.lse = calls.msa_decode.lse = calls.dense.lse = calls.dense.block_max = {};
-    calls.msa_decode.block_ids = {};
+    calls.sparse.lse = calls.decode.lse = calls.msa_attention.lse = calls.dense.lse = calls.dense.block_max = {};
+    calls.msa_attention.block_ids = {};
     for (const Calls::Call& call : calls.all()) {
       call.options->backend = backend;
       EXPECT_NO_THROW(call.run()) << call.name;
@@ -123,7 +123,7 @@ TEST(ApiInfo, ListsEveryBackendOnce) {
 TEST(ApiInfo, ListsAKernelOfEachStageForEachCpuBackend) {
   const std::vector<KernelInfo> kernels = list_kernels();
   for (const char* stage :
-       {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
+       {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_attention", "dense_attention",
         "sparse_attention_backward", "dense_attention_backward", "index_kl_loss", "write_pages"}) {
     for (const Backend backend : {Backend::kReference, Backend::kCpu}) {
       EXPECT_TRUE(std::any_of(kernels.begin(), kernels.end(),

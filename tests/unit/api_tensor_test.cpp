@@ -13,11 +13,11 @@ using Slot = Calls::Slot;
 bool every(const Slot&) { return true; }
 bool outputs(const Slot& slot) { return slot.is_output; }
 bool optional(const Slot& slot) {
-  return slot.name == "lse" || slot.name == "block_max" || (slot.name == "block_ids" && slot.call == "msa_decode");
+  return slot.name == "lse" || slot.name == "block_max" || (slot.name == "block_ids" && slot.call == "msa_attention");
 }
 // The tensor that says how many tokens, which dtype and which device the others must have.
 bool leads(const Slot& slot) {
-  return slot.name == "q" || (slot.name == "q_idx" && slot.call != "msa_decode") ||
+  return slot.name == "q" || (slot.name == "q_idx" && slot.call != "msa_attention") ||
          (slot.name == "scores" && slot.call == "select_blocks");
 }
 
@@ -120,10 +120,11 @@ TEST_P(ApiTensor, RefusesMoreTokensThanOffsetsCanTell) {
     calls.block_scores.q_idx.shape[0] = calls.block_scores.scores.shape[0] = too_many;
     calls.select_blocks.scores.shape[0] = calls.select_blocks.block_ids.shape[0] = too_many;
     calls.index_select.q_idx.shape[0] = calls.index_select.block_ids.shape[0] = too_many;
-    for (TensorView* view : {&calls.sparse.q, &calls.sparse.block_ids, &calls.sparse.out, &calls.sparse.lse, &calls.decode.q,
-                             &calls.decode.block_ids, &calls.decode.out, &calls.decode.lse, &calls.msa_decode.q,
-                             &calls.msa_decode.q_idx, &calls.msa_decode.out, &calls.msa_decode.lse, &calls.msa_decode.block_ids,
-                             &calls.dense.q, &calls.dense.out, &calls.dense.lse, &calls.dense.block_max}) {
+    for (TensorView* view :
+         {&calls.sparse.q, &calls.sparse.block_ids, &calls.sparse.out, &calls.sparse.lse, &calls.decode.q, &calls.decode.block_ids,
+          &calls.decode.out, &calls.decode.lse, &calls.msa_attention.q, &calls.msa_attention.q_idx, &calls.msa_attention.out,
+          &calls.msa_attention.lse, &calls.msa_attention.block_ids, &calls.dense.q, &calls.dense.out, &calls.dense.lse,
+          &calls.dense.block_max}) {
       view->shape[0] = too_many;
     }
     const bool is_index = call.name == "block_scores" || call.name == "index_select";
@@ -261,11 +262,11 @@ TEST(ApiTensorViews, KeysAndValuesMustAgree) {
     Calls calls(paged);
     calls.sparse.v.shape[0] -= 1;
     expect_invalid([&] { sparse_attention(calls.sparse); }, "v", {"k has", "first axes must agree"});
-    calls.msa_decode.v.shape[0] -= 1;
-    expect_invalid([&] { msa_decode(calls.msa_decode); }, "v", {"k has", "first axes must agree"});
-    calls.msa_decode.v.shape[0] += 1;
-    calls.msa_decode.k_idx.shape[0] -= 1;
-    expect_invalid([&] { msa_decode(calls.msa_decode); }, "k_idx", {"k has", "first axes must agree"});
+    calls.msa_attention.v.shape[0] -= 1;
+    expect_invalid([&] { msa_attention(calls.msa_attention); }, "v", {"k has", "first axes must agree"});
+    calls.msa_attention.v.shape[0] += 1;
+    calls.msa_attention.k_idx.shape[0] -= 1;
+    expect_invalid([&] { msa_attention(calls.msa_attention); }, "k_idx", {"k has", "first axes must agree"});
     calls.expect_nothing_written();
   }
 }

@@ -62,7 +62,7 @@ TEST(Registry, EveryStageHasTheCpuAndTheReferenceUpToThePromisedSizes) {
   const Request sparse{.dtype = DType::kBF16, .head_dim = 256, .block_size = 256, .top_k = 64, .group_size = 97};
   check_table(kernels<SparseAttentionParams>(), sparse);
   check_table(decode_kernels(), sparse);
-  check_table(kernels<MsaDecodeParams>(),
+  check_table(kernels<MsaAttentionParams>(),
               {.dtype = DType::kBF16, .head_dim = 256, .index_dim = 256, .block_size = 256, .top_k = 64, .group_size = 97});
   check_table(kernels<DenseAttentionParams>(), {.dtype = DType::kF16, .head_dim = 256, .block_size = 256, .group_size = 97});
   check_table(kernels<AttentionBackwardParams>(), sparse);
@@ -81,7 +81,7 @@ TEST(Registry, ListKernelsShowsEveryRow) {
     rows.insert({kernel.stage, kernel.backend});
   }
   for (const char* stage :
-       {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_decode", "dense_attention",
+       {"block_scores", "select_blocks", "index_select", "sparse_attention", "sparse_decode", "msa_attention", "dense_attention",
         "sparse_attention_backward", "dense_attention_backward", "index_kl_loss", "write_pages"}) {
     for (const Backend backend : {Backend::kCpu, Backend::kReference}) {
       EXPECT_TRUE(rows.count({stage, backend})) << stage << " " << backend_name(backend);

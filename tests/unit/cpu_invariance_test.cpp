@@ -21,7 +21,7 @@ Results run_all(const Problem& problem, std::int32_t num_threads) {
   results.index_ids = run_index_select(problem, options);
   results.sparse = run_sparse_attention(problem, results.block_ids, options);
   results.decode = run_sparse_decode(problem, results.block_ids, options);
-  results.step = run_msa_decode(problem, options);
+  results.step = run_msa_attention(problem, options);
   results.dense = run_dense_attention(problem, options, true);
   return results;
 }
@@ -35,9 +35,9 @@ Pairs pairs(const Results& a, const Results& b) {
           {"sparse lse", &a.sparse.lse, &b.sparse.lse},
           {"decode out", &a.decode.out, &b.decode.out},
           {"decode lse", &a.decode.lse, &b.decode.lse},
-          {"msa_decode out", &a.step.attention.out, &b.step.attention.out},
-          {"msa_decode lse", &a.step.attention.lse, &b.step.attention.lse},
-          {"msa_decode block_ids", &a.step.block_ids, &b.step.block_ids},
+          {"msa_attention out", &a.step.attention.out, &b.step.attention.out},
+          {"msa_attention lse", &a.step.attention.lse, &b.step.attention.lse},
+          {"msa_attention block_ids", &a.step.block_ids, &b.step.block_ids},
           {"dense out", &a.dense.out, &b.dense.out},
           {"dense lse", &a.dense.lse, &b.dense.lse},
           {"block_max", &a.dense.block_max, &b.dense.block_max}};
