@@ -25,11 +25,11 @@ bool can_unite(const AttendScratch& scratch) { return scratch.log_group == kUnio
 
 }  // namespace
 
-AttendScratch reserve_attend(const core::SparseAttentionParams& params) {
+AttendScratch reserve_attend(const core::SparseAttentionParams& params, std::int64_t max_chunk) {
   core::Arena& arena = *params.context.arena;
   const MsaConfig& config = params.config;
   AttendScratch s{};
-  s.chunk = std::min(params.geo.total_q, kAttendChunk);
+  s.chunk = std::min(params.geo.total_q, max_chunk);
   s.num_blocks = max_total_blocks(params.geo);
   s.log_group = log2_ceil(config.group_size());
   const std::int64_t pairs = s.chunk * config.num_kv_heads;

@@ -27,7 +27,7 @@ struct AttendScratch {
   Plan plan;
 };
 
-AttendScratch reserve_attend(const core::SparseAttentionParams& params);
+AttendScratch reserve_attend(const core::SparseAttentionParams& params, std::int64_t max_chunk = kAttendChunk);
 // Everything of query tokens [begin, end) but the merge: partials of the tokens that no union serves, results of the others.
 void attend_chunk(const core::SparseAttentionParams& params, const AttendScratch& scratch, std::int64_t begin, std::int64_t end);
 // The merge. It begins without looking whether the kernel before it has ended, so with Order::kDependent that must be one that

@@ -34,7 +34,7 @@ constexpr std::int32_t kMultiprocessors[] = {1, 7, 100};
 // shared). `exact`: as in selection_right.
 void expect_right(const Problem& problem, bool exact = false, bool pages_shared = false) {
   SCOPED_TRACE(describe(problem) + ", multiprocessors " + std::to_string(emulation::options().num_multiprocessors));
-  const DecodeStep step = emulated_msa_decode(problem);
+  const DecodeStep step = emulated_msa_attention(problem);
   EXPECT_TRUE(selection_right(problem, step.block_ids, oracle_scores(problem), exact));
   EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids));
   Problem poisoned = problem;
@@ -56,12 +56,12 @@ TEST_P(EmulatedDecode, EveryShape) {
   });
 }
 
-// Index keys of another width than keys, and more query rows than the score stage takes: two launches.
+// Index keys of another width than keys, and more query rows than the score stage takes: two steps.
 TEST_P(EmulatedDecode, InTwoSteps) {
   Rng rng(2);
   expect_right(Problem(make_config(1, 2, 128, 64, 64, 4), ragged({1, 1}, {1000, 300}, true), DType::kBF16, rng));
   use_multiprocessors(20);
-  expect_right(Problem(make_config(2, 3, 64, 64, 64, 4), ragged({33}, {900}, false), DType::kF16, rng));
+  expect_right(Problem(make_config(5, 1, 64, 64, 64, 4), ragged({14}, {900}, false), DType::kF16, rng));
 }
 
 TEST_P(EmulatedDecode, QueriesOfEveryLength) {
@@ -133,8 +133,8 @@ TEST_P(EmulatedDecode, OptionalOutputsAndRepeats) {
   Rng rng(7);
   use_multiprocessors(50);
   const Problem problem(make_config(2, 4, 128, 128, 128, 16), ragged({1, 3}, {3000, 500}, true), DType::kBF16, rng);
-  const DecodeStep first = emulated_msa_decode(problem), second = emulated_msa_decode(problem);
-  const DecodeStep bare = emulated_msa_decode(problem, false);
+  const DecodeStep first = emulated_msa_attention(problem), second = emulated_msa_attention(problem);
+  const DecodeStep bare = emulated_msa_attention(problem, false);
   EXPECT_TRUE(first.attention.out.same_bits(second.attention.out));
   EXPECT_TRUE(first.attention.lse.same_bits(second.attention.lse));
   EXPECT_TRUE(first.block_ids.same_bits(second.block_ids));
@@ -173,7 +173,7 @@ std::string fault_of(const Problem& problem, const Tensor* block_ids) {
     if (block_ids != nullptr)
       emulated_sparse_decode(problem, *block_ids);
     else
-      emulated_msa_decode(problem);
+      emulated_msa_attention(problem);
   } catch (const Error& error) {
     return error.what();
   }
@@ -204,7 +204,7 @@ TEST(EmulatedDecodeGrid, OfSeveralCtasFailsByName) {
   Rng rng(10);
   const Problem problem(make_config(1, 1, 64, 64, 64, 2), single(1, 300), DType::kBF16, rng);
   try {
-    emulated_msa_decode(problem);
+    emulated_msa_attention(problem);
     FAIL();
   } catch (const emulation::Failure& failure) {
     EXPECT_NE(std::string(failure.what()).find("smxx_msa_decode_kernel"), std::string::npos) << failure.what();

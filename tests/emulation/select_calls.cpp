@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/cuda.hpp"
+#include "cuda/msa_attention.hpp"
 
 namespace openmsa::test {
 namespace {
@@ -69,7 +70,11 @@ Attention emulated_sparse_decode(const Problem& problem, const Tensor& block_ids
   return emulated_attention({cuda::sparse_decode, cuda::sparse_decode_reserve}, geometry(problem), problem, block_ids);
 }
 
-DecodeStep emulated_msa_decode(const Problem& problem, bool optional_outputs) {
+namespace {
+
+using Call = std::function<void(const core::MsaAttentionParams&)>;
+
+DecodeStep run_whole(const Call& run, const Call& reserve, const Problem& problem, bool optional_outputs) {
   const std::int64_t heads = problem.config.num_q_heads;
   DecodeStep result{{Tensor(problem.dtype, {problem.total_q, heads, problem.config.head_dim}, output_padding(problem)),
                      Tensor(DType::kF32, {problem.total_q, heads}), Tensor()},
@@ -79,20 +84,28 @@ DecodeStep emulated_msa_decode(const Problem& problem, bool optional_outputs) {
   else
     result.attention.lse = Tensor();
   const bool paged = problem.layout.paged;
-  run_emulated<core::MsaAttentionParams>({cuda::msa_attention, cuda::msa_attention_reserve},
-                                         {gpu_config(problem),
-                                          geometry(problem),
-                                          problem.q.view(),
-                                          core::KeyBlocks::of(problem.k.view(), paged),
-                                          core::KeyBlocks::of(problem.v.view(), paged),
-                                          problem.q_idx.view(),
-                                          index_keys(problem),
-                                          result.attention.out.view(),
-                                          result.attention.lse.view(),
-                                          result.block_ids.view(),
-                                          {}});
+  const auto bound = [&](const Call& call) {
+    return [&](core::Context context) {
+      call({gpu_config(problem), geometry(problem), problem.q.view(), core::KeyBlocks::of(problem.k.view(), paged),
+            core::KeyBlocks::of(problem.v.view(), paged), problem.q_idx.view(), index_keys(problem), result.attention.out.view(),
+            result.attention.lse.view(), result.block_ids.view(), context});
+    };
+  };
+  run_emulated(bound(run), bound(reserve));
   expect_guards({&result.attention.out, &result.attention.lse, &result.block_ids});
   return result;
+}
+
+}  // namespace
+
+DecodeStep emulated_msa_attention(const Problem& problem, bool optional_outputs) {
+  return run_whole(cuda::msa_attention, cuda::msa_attention_reserve, problem, optional_outputs);
+}
+
+DecodeStep emulated_prefill(const Problem& problem, std::int64_t max_chunk) {
+  using Params = core::MsaAttentionParams;
+  return run_whole([=](const Params& params) { cuda::prefill(params, max_chunk); },
+                   [=](const Params& params) { cuda::prefill_reserve(params, max_chunk); }, problem, true);
 }
 
 }  // namespace openmsa::test
