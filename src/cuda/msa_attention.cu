@@ -13,7 +13,8 @@
 namespace openmsa::cuda {
 namespace {
 
-constexpr std::int64_t kDecodeQueries = 16;  // a sequence at most; sparse_decode is made for these
+// A sequence's, up to which the decode kernels are made for it; Python's MAX_DECODE_QUERIES_CUDA.
+constexpr std::int64_t kDecodeQueries = 16;
 
 struct Prefill {
   core::SparseAttentionParams attention;
@@ -36,8 +37,7 @@ Prefill reserve_prefill(const core::MsaAttentionParams& params, std::int64_t max
 enum class Way { kFusedDecode, kDecode, kPrefill, kTwoSteps };
 
 Way way_of(const core::MsaAttentionParams& params) {
-  if (can_fuse_decode(params)) return Way::kFusedDecode;
-  if (params.geo.max_seqlen_q <= kDecodeQueries) return Way::kDecode;
+  if (params.geo.max_seqlen_q <= kDecodeQueries) return can_fuse_decode(params) ? Way::kFusedDecode : Way::kDecode;
   // Scores of few queries come from whole sequences, those of very long contexts in smaller chunks.
   const std::int64_t token_bytes = score_width(params.geo) * params.config.num_kv_heads * 4;
   const bool fits = std::min(params.geo.total_q, kAttendChunk) * token_bytes <= kMaxScoreBytes;

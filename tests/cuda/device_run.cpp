@@ -183,13 +183,13 @@ Attention gpu_attention(void (*function)(const SparseAttentionArgs&), const Devi
   return result;
 }
 
-DecodeStep gpu_msa_attention(const DeviceProblem& problem) {
+MsaResult gpu_msa_attention(const DeviceProblem& problem) {
   const Problem& host = *problem.host;
   const MsaConfig& config = host.config;
   const std::int64_t T = host.total_q, padding = output_padding(host);
-  DecodeStep result{{Tensor(host.dtype, {T, config.num_q_heads, config.head_dim}, padding),
-                     Tensor(DType::kF32, {T, config.num_q_heads}), Tensor()},
-                    Tensor(DType::kI32, {T, config.num_kv_heads, config.top_k}, padding)};
+  MsaResult result{{Tensor(host.dtype, {T, config.num_q_heads, config.head_dim}, padding),
+                    Tensor(DType::kF32, {T, config.num_q_heads}), Tensor()},
+                   Tensor(DType::kI32, {T, config.num_kv_heads, config.top_k}, padding)};
   DeviceTensor out(result.attention.out), lse(result.attention.lse), block_ids(result.block_ids);
   run_twice<MsaAttentionArgs>(msa_attention,
                               {.config = config,

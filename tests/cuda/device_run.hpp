@@ -48,7 +48,7 @@ Tensor gpu_block_scores(const DeviceProblem& problem);
 Tensor gpu_select_blocks(const DeviceProblem& problem, const Tensor& scores);
 Tensor gpu_index_select(const DeviceProblem& problem);
 Attention gpu_attention(void (*function)(const SparseAttentionArgs&), const DeviceProblem& problem, const Tensor& block_ids);
-DecodeStep gpu_msa_attention(const DeviceProblem& problem);
+MsaResult gpu_msa_attention(const DeviceProblem& problem);
 Attention gpu_dense_attention(const DeviceProblem& problem, bool with_block_max);
 // A null `block_ids` means every visible key, as in the calls of support/training.hpp.
 Gradients gpu_attention_backward(const DeviceProblem& problem, const Tensor* block_ids, const Attention& forward,

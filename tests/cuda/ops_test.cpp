@@ -100,7 +100,7 @@ TEST_P(CudaOpsAt, SparseAttentionIsRight) {
 TEST_P(CudaOpsAt, MsaAttentionIsRight) {
   const Problem problem = problem_of(GetParam());
   const DeviceProblem device(problem);
-  const DecodeStep step = gpu_msa_attention(device);
+  const MsaResult step = gpu_msa_attention(device);
   EXPECT_TRUE(selection_right(problem, step.block_ids, oracle_scores(problem), GetParam().values == Values::kIntegers));
   EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids));
 }
@@ -138,7 +138,7 @@ TEST_P(CudaOpsAt, ValuesReachTheRowsThatSeeThem) {
   const DeviceProblem device(problem);
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, block_ids), &block_ids)) << "prefill";
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_decode, device, block_ids), &block_ids)) << "decode";
-  const DecodeStep step = gpu_msa_attention(device);
+  const MsaResult step = gpu_msa_attention(device);
   EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_attention";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, false), nullptr)) << "dense";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, true), nullptr)) << "dense with block_max";
@@ -153,7 +153,7 @@ TEST_P(CudaOpsAt, RowsOfNothingButMinusInfinityAreNaN) {
   const Tensor block_ids = random_block_ids(problem, rng);
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, block_ids), &block_ids)) << "prefill";
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_decode, device, block_ids), &block_ids)) << "decode";
-  const DecodeStep step = gpu_msa_attention(device);
+  const MsaResult step = gpu_msa_attention(device);
   EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids)) << "msa_attention";
   EXPECT_TRUE(attention_right(problem, gpu_attention(sparse_attention, device, step.block_ids), &step.block_ids)) << "union";
   EXPECT_TRUE(attention_right(problem, gpu_dense_attention(device, false), nullptr)) << "dense";

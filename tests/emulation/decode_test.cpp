@@ -34,7 +34,7 @@ constexpr std::int32_t kMultiprocessors[] = {1, 7, 100};
 // shared). `exact`: as in selection_right.
 void expect_right(const Problem& problem, bool exact = false, bool pages_shared = false) {
   SCOPED_TRACE(describe(problem) + ", multiprocessors " + std::to_string(emulation::options().num_multiprocessors));
-  const DecodeStep step = emulated_msa_attention(problem);
+  const MsaResult step = emulated_msa_attention(problem);
   EXPECT_TRUE(selection_right(problem, step.block_ids, oracle_scores(problem), exact));
   EXPECT_TRUE(attention_right(problem, step.attention, &step.block_ids));
   Problem poisoned = problem;
@@ -133,8 +133,8 @@ TEST_P(EmulatedDecode, OptionalOutputsAndRepeats) {
   Rng rng(7);
   use_multiprocessors(50);
   const Problem problem(make_config(2, 4, 128, 128, 128, 16), ragged({1, 3}, {3000, 500}, true), DType::kBF16, rng);
-  const DecodeStep first = emulated_msa_attention(problem), second = emulated_msa_attention(problem);
-  const DecodeStep bare = emulated_msa_attention(problem, false);
+  const MsaResult first = emulated_msa_attention(problem), second = emulated_msa_attention(problem);
+  const MsaResult bare = emulated_msa_attention(problem, false);
   EXPECT_TRUE(first.attention.out.same_bits(second.attention.out));
   EXPECT_TRUE(first.attention.lse.same_bits(second.attention.lse));
   EXPECT_TRUE(first.block_ids.same_bits(second.block_ids));

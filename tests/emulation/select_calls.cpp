@@ -74,11 +74,11 @@ namespace {
 
 using Call = std::function<void(const core::MsaAttentionParams&)>;
 
-DecodeStep run_whole(const Call& run, const Call& reserve, const Problem& problem, bool optional_outputs) {
+MsaResult run_whole(const Call& run, const Call& reserve, const Problem& problem, bool optional_outputs) {
   const std::int64_t heads = problem.config.num_q_heads;
-  DecodeStep result{{Tensor(problem.dtype, {problem.total_q, heads, problem.config.head_dim}, output_padding(problem)),
-                     Tensor(DType::kF32, {problem.total_q, heads}), Tensor()},
-                    Tensor()};
+  MsaResult result{{Tensor(problem.dtype, {problem.total_q, heads, problem.config.head_dim}, output_padding(problem)),
+                    Tensor(DType::kF32, {problem.total_q, heads}), Tensor()},
+                   Tensor()};
   if (optional_outputs)
     result.block_ids = id_lists(problem);
   else
@@ -98,11 +98,11 @@ DecodeStep run_whole(const Call& run, const Call& reserve, const Problem& proble
 
 }  // namespace
 
-DecodeStep emulated_msa_attention(const Problem& problem, bool optional_outputs) {
+MsaResult emulated_msa_attention(const Problem& problem, bool optional_outputs) {
   return run_whole(cuda::msa_attention, cuda::msa_attention_reserve, problem, optional_outputs);
 }
 
-DecodeStep emulated_prefill(const Problem& problem, std::int64_t max_chunk) {
+MsaResult emulated_prefill(const Problem& problem, std::int64_t max_chunk) {
   using Params = core::MsaAttentionParams;
   return run_whole([=](const Params& params) { cuda::prefill(params, max_chunk); },
                    [=](const Params& params) { cuda::prefill_reserve(params, max_chunk); }, problem, true);

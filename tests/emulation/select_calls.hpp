@@ -16,8 +16,8 @@ Tensor emulated_select_blocks(const Problem& problem, const Tensor& scores);
 Tensor emulated_index_select(const Problem& problem);
 Attention emulated_sparse_decode(const Problem& problem, const Tensor& block_ids);
 // Without `optional_outputs` lse and block_ids are left out.
-DecodeStep emulated_msa_attention(const Problem& problem, bool optional_outputs = true);
+MsaResult emulated_msa_attention(const Problem& problem, bool optional_outputs = true);
 // msa_attention's way for prompts, in chunks of `max_chunk` tokens.
-DecodeStep emulated_prefill(const Problem& problem, std::int64_t max_chunk);
+MsaResult emulated_prefill(const Problem& problem, std::int64_t max_chunk);
 
 }  // namespace openmsa::test

@@ -77,8 +77,8 @@ Attention run_sparse_decode(const Problem& problem, const Tensor& block_ids, con
   return run_sparse(sparse_decode, problem, block_ids, options);
 }
 
-DecodeStep run_msa_attention(const Problem& problem, const RunOptions& options, bool optional_outputs) {
-  DecodeStep result{attention_outputs(problem), Tensor()};
+MsaResult run_msa_attention(const Problem& problem, const RunOptions& options, bool optional_outputs) {
+  MsaResult result{attention_outputs(problem), Tensor()};
   Attention& attention = result.attention;
   if (optional_outputs) {
     result.block_ids =

@@ -13,7 +13,7 @@ struct Attention {
   Tensor out, lse, block_max;
 };
 
-struct DecodeStep {
+struct MsaResult {
   Attention attention;
   Tensor block_ids;
 };
@@ -25,7 +25,7 @@ Tensor run_index_select(const Problem& problem, const RunOptions& options);
 Attention run_sparse_attention(const Problem& problem, const Tensor& block_ids, const RunOptions& options);
 Attention run_sparse_decode(const Problem& problem, const Tensor& block_ids, const RunOptions& options);
 // Without `optional_outputs` lse and block_ids are left out.
-DecodeStep run_msa_attention(const Problem& problem, const RunOptions& options, bool optional_outputs = true);
+MsaResult run_msa_attention(const Problem& problem, const RunOptions& options, bool optional_outputs = true);
 Attention run_dense_attention(const Problem& problem, const RunOptions& options, bool with_block_max = false);
 
 RunOptions on(Backend backend, std::int32_t num_threads = 0);

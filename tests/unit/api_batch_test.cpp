@@ -198,7 +198,7 @@ class ApiEmpty : public testing::TestWithParam<std::tuple<Backend, bool>> {
     EXPECT_TRUE(block_ids.same_bits(run_index_select(problem, options())));
     const Attention sparse = run_sparse_attention(problem, block_ids, options());
     const Attention decode = run_sparse_decode(problem, block_ids, options());
-    const DecodeStep step = run_msa_attention(problem, options());
+    const MsaResult step = run_msa_attention(problem, options());
     EXPECT_TRUE(step.block_ids.same_bits(block_ids));
     const Attention dense = run_dense_attention(problem, options(), true);
     for (const Attention* result : {&sparse, &decode, &step.attention, &dense}) {

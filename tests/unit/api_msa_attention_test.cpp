@@ -16,7 +16,7 @@ class ApiMsaAttention : public testing::TestWithParam<Backend> {
     const auto& queries = problem.layout.seqlens_q;
     const bool few = std::all_of(queries.begin(), queries.end(), [](std::int32_t n) { return n <= 4; });
     const Attention attention = (few ? run_sparse_decode : run_sparse_attention)(problem, block_ids, options);
-    const DecodeStep step = run_msa_attention(problem, options), out_alone = run_msa_attention(problem, options, false);
+    const MsaResult step = run_msa_attention(problem, options), out_alone = run_msa_attention(problem, options, false);
     EXPECT_TRUE(step.block_ids.same_bits(block_ids));
     EXPECT_TRUE(step.attention.out.same_bits(attention.out));
     EXPECT_TRUE(step.attention.lse.same_bits(attention.lse));
@@ -70,7 +70,7 @@ TEST(ApiMsaAttentionFloat64, EqualsTheTwoCallsOnTheReference) {
   Rng rng(43);
   const Problem problem = Problem(make_config(2, 2, 16, 16, 16, 3), calls_layout(true), DType::kF32, rng).widened();
   const Tensor block_ids = run_index_select(problem, on(Backend::kReference));
-  const DecodeStep step = run_msa_attention(problem, on(Backend::kReference));
+  const MsaResult step = run_msa_attention(problem, on(Backend::kReference));
   EXPECT_EQ(step.attention.lse.dtype(), DType::kF64);
   EXPECT_TRUE(step.block_ids.same_bits(block_ids));
   EXPECT_TRUE(step.attention.out.same_bits(run_sparse_decode(problem, block_ids, on(Backend::kReference)).out));

@@ -12,7 +12,7 @@ namespace {
 struct Results {
   Tensor scores, block_ids, index_ids;
   Attention sparse, decode, dense;
-  DecodeStep step;
+  MsaResult step;
 };
 
 Results run_all(const Problem& problem, std::int32_t num_threads) {
